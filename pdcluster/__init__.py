@@ -1,0 +1,1 @@
+"""Launch and keep separate prefill and decode pools of vLLM: spec, plan, backends, supervisor."""

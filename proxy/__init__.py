@@ -1,0 +1,1 @@
+"""One OpenAI-compatible endpoint in front of prefill and decode pools of vLLM."""
