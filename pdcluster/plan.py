@@ -1,0 +1,196 @@
+"""Spec and inventory -> Plan: what runs where with which ports, argv and environment. Pure and repeatable.
+
+The plan is all that a backend needs: nothing is decided after it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from pdcluster.compat import find_problems
+from pdcluster.engine_args import MODULE, Argument, Variable, build_arguments, build_environment
+from pdcluster.errors import SpecError
+from pdcluster.inventory import Inventory
+from pdcluster.memory import refuse_too_little_memory
+from pdcluster.model_facts import ModelFacts
+from pdcluster.slots import PlacedInstance, PortRange, place_instances
+from pdcluster.spec import Role
+from pdcluster.spec_loading import LoadedSpec
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+REDACTED = "(hidden)"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A process to start: argv, what is set in its environment, and the URL it will answer on."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: tuple[Variable, ...]
+    url: str
+
+    def shown_environment(self) -> dict[str, str]:
+        """Return the environment with values of secret-looking names hidden."""
+        return {
+            variable.name: REDACTED if _SECRET.search(variable.name) else variable.value
+            for variable in self.environment
+        }
+
+    def shell(self) -> str:
+        """Return one line for a POSIX shell; a hidden value is taken from the shell's own environment."""
+        settings = [
+            f'{variable.name}="${{{variable.name}}}"'
+            if _SECRET.search(variable.name)
+            else f"{variable.name}={shlex.quote(variable.value)}"
+            for variable in self.environment
+        ]
+        return " ".join([*settings, shlex.join(self.argv)])
+
+
+@dataclass(frozen=True, slots=True)
+class Instance(Program):
+    """One engine: a program with a role, its place on the host and the origin of every argument."""
+
+    role: Role
+    host: str
+    kind: str
+    devices: tuple[int, ...]
+    threads: int
+    binding: str
+    ports: tuple[PortRange, ...]
+    arguments: tuple[Argument, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json` and cluster.json; secrets are hidden."""
+        return {
+            "name": self.name,
+            "role": self.role,
+            "host": self.host,
+            "url": self.url,
+            "devices": {"kind": self.kind, "indices": list(self.devices)},
+            "cpu": {"threads": self.threads, "binding": self.binding},
+            "ports": {ports.purpose: list(ports.ports) for ports in self.ports},
+            "argv": list(self.argv),
+            "arguments": [{"tokens": list(argument.tokens), "origin": argument.origin} for argument in self.arguments],
+            "environment": self.shown_environment(),
+            "environment_origins": {variable.name: variable.origin for variable in self.environment},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole cluster, ready to start. `notes` are for a person: what was assumed or couldn't be checked."""
+
+    name: str
+    model: str
+    served_model_name: str
+    instances: tuple[Instance, ...]
+    proxy: Program
+    notes: tuple[str, ...]
+
+    def of_role(self, role: Role) -> tuple[Instance, ...]:
+        """Return the instances of one pool."""
+        return tuple(instance for instance in self.instances if instance.role == role)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, the same for the same input."""
+        return {
+            "name": self.name,
+            "model": self.model,
+            "served_model_name": self.served_model_name,
+            "instances": [instance.to_json() for instance in self.instances],
+            "proxy": {
+                "url": self.proxy.url,
+                "argv": list(self.proxy.argv),
+                "environment": self.proxy.shown_environment(),
+            },
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    loaded: LoadedSpec,
+    inventory: Inventory,
+    checkpoint: str,
+    facts: ModelFacts | None,
+    python: str,
+) -> Plan:
+    """Make the plan, or raise `SpecError` (rules broken) or `PlanError` (this host cannot carry it).
+
+    `checkpoint` is a directory or a model id, `facts` what is known of it, `python` the interpreter to run.
+    """
+    spec = loaded.spec
+    problems = find_problems(spec, facts)
+    if problems:
+        raise SpecError(problems)
+    placed = place_instances(spec, inventory)
+    refuse_too_little_memory(spec, inventory, facts)
+    instances = tuple(_instance(loaded, place, checkpoint, facts, python) for place in placed)
+    return Plan(
+        name=spec.name,
+        model=checkpoint,
+        served_model_name=spec.served_name,
+        instances=instances,
+        proxy=plan_proxy(loaded, instances, python),
+        notes=tuple(_notes(inventory, facts)),
+    )
+
+
+def plan_proxy(
+    loaded: LoadedSpec,
+    instances: tuple[Instance, ...],
+    python: str,
+    excluded: tuple[tuple[str, str], ...] = (),
+) -> Program:
+    """Return the proxy's program; `excluded` are (prefill, decode) names that must not serve together."""
+    proxy = loaded.spec.proxy
+    argv = [python, "-m", "proxy", "--host", proxy.host, "--port", str(proxy.port)]
+    for instance in instances:
+        argv += [f"--{instance.role}", f"{instance.name}={instance.url}"]
+    for prefill, decode in excluded:
+        argv += ["--exclude-pair", f"{prefill}:{decode}"]
+    argv += ["--connector", loaded.spec.connector, "--fallback", proxy.fallback]
+    argv += ["--max-body-mb", str(proxy.max_body_mb), "--lease-seconds", str(loaded.spec.kv_lease_duration)]
+    argv += ["--shutdown-grace", f"{loaded.spec.launch.stop_grace:g}", *proxy.extra_args]
+    return Program("proxy", tuple(argv), (), http_url(proxy.host, proxy.port))
+
+
+def http_url(host: str, port: int) -> str:
+    """Return the URL of a server; an IPv6 address is bracketed, a wildcard address is reached on loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _instance(
+    loaded: LoadedSpec, place: PlacedInstance, checkpoint: str, facts: ModelFacts | None, python: str
+) -> Instance:
+    slot = place.slot
+    arguments = build_arguments(loaded, slot, checkpoint, facts)
+    tokens = tuple(token for argument in arguments for token in argument.tokens)
+    return Instance(
+        name=place.name,
+        argv=(python, "-m", MODULE, *tokens),
+        environment=build_environment(loaded, slot, offline=facts is not None),
+        url=http_url(slot.host, slot.http_port),
+        role=slot.role,
+        host=slot.host,
+        kind=slot.kind,
+        devices=slot.devices,
+        threads=slot.threads,
+        binding=slot.binding,
+        ports=place.ports,
+        arguments=arguments,
+    )
+
+
+def _notes(inventory: Inventory, facts: ModelFacts | None) -> list[str]:
+    notes = []
+    if inventory.kind == "cpu":
+        notes.append("no accelerator was found: engines run on CPU cores, which is for trials and tests")
+    if facts is None:
+        notes.append("the checkpoint is not on this machine: context length, heads and memory were not checked")
+    return notes
