@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pdcluster.flags import POOL_FLAGS, SIZE_FLAGS, find_flag
 from pdcluster.inventory import VISIBLE_VARIABLE, Kind
 from pdcluster.kv_transfer import side_channel_environment, transfer_argument
-from pdcluster.model_facts import ModelFacts
+from pdcluster.model_facts import Checkpoint, ModelFacts
 from pdcluster.spec import PoolSpec, Role
 from pdcluster.spec_loading import LoadedSpec
 
@@ -88,16 +88,16 @@ def scrub(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def build_arguments(loaded: LoadedSpec, slot: Slot, checkpoint: str, facts: ModelFacts | None) -> tuple[Argument, ...]:
-    """Return every argument after `python -m MODULE`; `checkpoint` is a directory or a model id."""
+def build_arguments(loaded: LoadedSpec, slot: Slot, checkpoint: Checkpoint) -> tuple[Argument, ...]:
+    """Return every argument after `python -m MODULE`."""
     spec = loaded.spec
     pool = getattr(spec.pools, slot.role)
     arguments = [
-        Argument(("--model", checkpoint), loaded.origin("model")),
+        Argument(("--model", checkpoint.location), loaded.origin("model")),
         Argument(("--served-model-name", spec.served_name), loaded.origin("served_model_name")),
         Argument(("--host", slot.host), loaded.origin("host")),
         Argument(("--port", str(slot.http_port)), _PLAN_ORIGIN),
-        *_pool_arguments(loaded, slot, pool, facts),
+        *_pool_arguments(loaded, slot, pool, checkpoint.facts),
         Argument(
             ("--kv-transfer-config", transfer_argument(spec, slot.role, slot.kind)),
             loaded.origin("connector"),

@@ -30,6 +30,15 @@ class ModelFacts:
     weight_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What an engine loads: a directory or a model id, whether it is on this machine, and its facts if known."""
+
+    location: str
+    local: bool
+    facts: ModelFacts | None
+
+
 def read_facts(checkpoint: Path) -> ModelFacts:
     """Read the facts of a local checkpoint; raises `UserError` when it isn't one."""
     path = checkpoint / "config.json"

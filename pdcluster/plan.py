@@ -15,7 +15,7 @@ from pdcluster.engine_args import MODULE, Argument, Variable, build_arguments, b
 from pdcluster.errors import SpecError
 from pdcluster.inventory import Inventory
 from pdcluster.memory import refuse_too_little_memory
-from pdcluster.model_facts import ModelFacts
+from pdcluster.model_facts import Checkpoint
 from pdcluster.slots import PlacedInstance, PortRange, place_instances
 from pdcluster.spec import Role
 from pdcluster.spec_loading import LoadedSpec
@@ -115,28 +115,27 @@ class Plan:
 def make_plan(
     loaded: LoadedSpec,
     inventory: Inventory,
-    checkpoint: str,
-    facts: ModelFacts | None,
+    checkpoint: Checkpoint,
     python: str,
 ) -> Plan:
     """Make the plan, or raise `SpecError` (rules broken) or `PlanError` (this host cannot carry it).
 
-    `checkpoint` is a directory or a model id, `facts` what is known of it, `python` the interpreter to run.
+    `python` is the interpreter that runs engines and proxy.
     """
     spec = loaded.spec
-    problems = find_problems(spec, facts)
+    problems = find_problems(spec, checkpoint.facts)
     if problems:
         raise SpecError(problems)
     placed = place_instances(spec, inventory)
-    refuse_too_little_memory(spec, inventory, facts)
-    instances = tuple(_instance(loaded, place, checkpoint, facts, python) for place in placed)
+    refuse_too_little_memory(spec, inventory, checkpoint.facts)
+    instances = tuple(_instance(loaded, place, checkpoint, python) for place in placed)
     return Plan(
         name=spec.name,
-        model=checkpoint,
+        model=checkpoint.location,
         served_model_name=spec.served_name,
         instances=instances,
         proxy=plan_proxy(loaded, instances, python),
-        notes=tuple(_notes(inventory, facts)),
+        notes=tuple(_notes(inventory, checkpoint)),
     )
 
 
@@ -165,16 +164,14 @@ def http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _instance(
-    loaded: LoadedSpec, place: PlacedInstance, checkpoint: str, facts: ModelFacts | None, python: str
-) -> Instance:
+def _instance(loaded: LoadedSpec, place: PlacedInstance, checkpoint: Checkpoint, python: str) -> Instance:
     slot = place.slot
-    arguments = build_arguments(loaded, slot, checkpoint, facts)
+    arguments = build_arguments(loaded, slot, checkpoint)
     tokens = tuple(token for argument in arguments for token in argument.tokens)
     return Instance(
         name=place.name,
         argv=(python, "-m", MODULE, *tokens),
-        environment=build_environment(loaded, slot, offline=facts is not None),
+        environment=build_environment(loaded, slot, offline=checkpoint.local),
         url=http_url(slot.host, slot.http_port),
         role=slot.role,
         host=slot.host,
@@ -187,10 +184,11 @@ def _instance(
     )
 
 
-def _notes(inventory: Inventory, facts: ModelFacts | None) -> list[str]:
+def _notes(inventory: Inventory, checkpoint: Checkpoint) -> list[str]:
     notes = []
     if inventory.kind == "cpu":
         notes.append("no accelerator was found: engines run on CPU cores, which is for trials and tests")
-    if facts is None:
-        notes.append("the checkpoint is not on this machine: context length, heads and memory were not checked")
+    if checkpoint.facts is None:
+        missing = "is made at the first launch" if checkpoint.local else "is not on this machine"
+        notes.append(f"the checkpoint {missing}: context length, heads and memory were not checked")
     return notes

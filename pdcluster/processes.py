@@ -76,6 +76,13 @@ def end(sessions: Sequence[Session], grace: float) -> int:
     return kill(sessions)
 
 
+def kill_one(session: Session) -> None:
+    """SIGKILL to a leader that doesn't lead a session of its own, such as a launcher in a terminal."""
+    if is_running(session.leader, session.started):
+        with suppress(ProcessLookupError):
+            os.kill(session.leader, signal.SIGKILL)
+
+
 def kill(sessions: Sequence[Session]) -> int:
     """SIGKILL to every member, again until none is left; returns how many there were at first."""
     first = len(left := members(sessions))

@@ -66,6 +66,15 @@ def load_spec(config: Path | None = None, flags: Sequence[Flag] = ()) -> LoadedS
     return LoadedSpec(spec, origins)
 
 
+def with_flags(loaded: LoadedSpec, flags: Sequence[Flag]) -> LoadedSpec:
+    """Return a copy of a valid spec with further values set on top."""
+    document = loaded.spec.model_dump(exclude_unset=True)
+    for flag in flags:
+        _assign(document, flag)
+    origins = {**loaded.origins, **{flag.path: flag.label for flag in flags}}
+    return LoadedSpec(ClusterSpec.model_validate(document), origins)
+
+
 def parse_set_flags(assignments: Iterable[str]) -> list[Flag]:
     """Parse `--set path=value`; the value is YAML, so numbers and lists are what they look like."""
     flags, problems = [], []

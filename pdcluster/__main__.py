@@ -1,0 +1,5 @@
+"""`python -m pdcluster`."""
+
+from pdcluster.cli import main
+
+main()

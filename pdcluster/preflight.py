@@ -1,0 +1,125 @@
+"""From a spec to a plan that can start here: find the model, look at the host, check what can be checked.
+
+Everything a user may have got wrong is found here, before anything runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pdcluster.argv_check import check_arguments, vllm_version
+from pdcluster.errors import PlanError, Problem, SpecError, UserError
+from pdcluster.inventory import Inventory, take_inventory
+from pdcluster.memory import fit_to_memory
+from pdcluster.model_facts import Checkpoint, locate, read_facts
+from pdcluster.models.catalog import CATALOG, default_cache, model_directory, prepare
+from pdcluster.plan import Plan, make_plan
+from pdcluster.spec_loading import Flag, LoadedSpec, with_flags
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan together with the spec it was made of (after --fit-memory) and the host it was made for."""
+
+    loaded: LoadedSpec
+    plan: Plan
+    inventory: Inventory
+
+
+def prepare_plan(
+    loaded: LoadedSpec, environment: Mapping[str, str], say: Say, *, build: bool, fit_memory: bool = False
+) -> Prepared:
+    """Make the plan for this host. With `build` an embedded model that isn't there yet is made (takes a minute)."""
+    checkpoint = find_checkpoint(loaded.spec.model, say, build=build)
+    inventory = take_inventory(environment)
+    if fit_memory and checkpoint.facts is not None:
+        loaded = _fit(loaded, inventory, checkpoint, say)
+    return Prepared(loaded, make_plan(loaded, inventory, checkpoint, sys.executable), inventory)
+
+
+def find_checkpoint(model: str, say: Say, *, build: bool) -> Checkpoint:
+    """Return where the model's checkpoint is and what it says; raises `UserError` for an unknown model."""
+    directory = locate(model, CATALOG)
+    if model in CATALOG:
+        directory = prepare(model, progress=say) if build else model_directory(model)
+        if not directory.is_dir():
+            return Checkpoint(str(directory), local=True, facts=None)
+    if directory is None:
+        return Checkpoint(model, local=False, facts=None)
+    return Checkpoint(str(directory.resolve()), local=True, facts=read_facts(directory))
+
+
+def check_ready_to_start(prepared: Prepared, environment: Mapping[str, str], say: Say) -> None:
+    """Raise `UserError` with every reason why the plan cannot start on this host now."""
+    refuse_missing_packages()
+    problems = check_arguments(prepared.plan, default_cache(), environment, say)
+    problems += busy_ports(prepared)
+    if problems:
+        raise SpecError(problems)
+
+
+def refuse_missing_packages() -> None:
+    """Raise `UserError` where vLLM or NIXL isn't installed beside us."""
+    if vllm_version() is None:
+        raise UserError(
+            f"vLLM is not installed for {sys.executable}: pip install 'pdcluster[cuda]' on GPUs, "
+            "'pdcluster[cpu]' on a CPU host"
+        )
+    if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
+        raise UserError(f"NIXL is not installed for {sys.executable}: pip install nixl")
+
+
+def busy_ports(prepared: Prepared) -> list[Problem]:
+    """Try every port of the plan; returns a problem for each that somebody else has."""
+    spec = prepared.loaded.spec
+    problems = []
+    error = _bind_error(spec.proxy.host, spec.proxy.port)
+    if error:
+        problems.append(Problem("proxy.port", f"{spec.proxy.host}:{spec.proxy.port}: {error}", "choose another --port"))
+    for instance in prepared.plan.instances:
+        for ports in instance.ports:
+            for port in ports.ports:
+                error = _bind_error(instance.host, port)
+                if error:
+                    what = f"{instance.host}:{port} ({ports.purpose} of {ports.owner}): {error}"
+                    problems.append(Problem("ports.base", what, "choose another --set ports.base=..."))
+    return problems
+
+
+def _bind_error(host: str, port: int) -> str:
+    """Return why a server could not listen there, "" where it could."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        return f"not an address of this host ({error.strerror})"
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return ""
+
+
+def _fit(loaded: LoadedSpec, inventory: Inventory, checkpoint: Checkpoint, say: Say) -> LoadedSpec:
+    """Lower replicas to what memory allows, and say so."""
+    if checkpoint.facts is None:
+        raise PlanError("--fit-memory: the model's size is not known here; set replicas yourself")
+    fitting = fit_to_memory(loaded.spec, inventory, checkpoint.facts)
+    asked = {role: pool.replicas for role, pool in loaded.spec.pools.items()}
+    if fitting == asked:
+        return loaded
+    available = inventory.available_bytes / 1e9
+    say(
+        f"memory is short ({available:.1f} GB available): starting {fitting['prefill']} prefill and "
+        f"{fitting['decode']} decode engines instead of {asked['prefill']} and {asked['decode']}"
+    )
+    return with_flags(
+        loaded, [Flag(f"pools.{role}.replicas", count, "--fit-memory") for role, count in fitting.items()]
+    )
