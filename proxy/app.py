@@ -1,0 +1,103 @@
+"""Put the parts together: config -> FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from proxy.config import ProxyConfig
+from proxy.connectors import CONNECTORS
+from proxy.endpoints import Endpoint, Pools, State
+from proxy.engine_client import EngineClient, make_http_client
+from proxy.errors import MethodNotAllowedError, NotFoundError, ProxyError
+from proxy.handoff import Handoffs
+from proxy.load import Watcher
+from proxy.metrics import Metrics
+from proxy.request import KINDS
+from proxy.routes import Services, error_response, make_router
+from proxy.scheduling.pickers import BestPicker
+from proxy.scheduling.profile import Scheduler
+
+_LOG = logging.getLogger("proxy")
+_METHOD_NOT_ALLOWED = 405
+
+
+def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI:
+    """Return the application; it starts probing engines when it starts and closes its connections when it ends."""
+    endpoints = tuple(Endpoint(item) for item in config.endpoints)
+    pools = Pools(endpoints, config.excluded_pairs, _log_change)
+    http = make_http_client(config.timeouts)
+    client = EngineClient(http, config.timeouts)
+    metrics = Metrics(endpoints)
+    key = config.engine_api_key
+    probe_headers = {"authorization": f"Bearer {key}"} if key else {}
+    watcher = Watcher(pools, client, config.health_interval, probe_headers, time.monotonic)
+    handoffs = Handoffs(
+        pools=pools,
+        scheduler=Scheduler(pools, BestPicker(rng or random.Random())),  # noqa: S311 - spreads load, guards nothing
+        connector=CONNECTORS[config.connector](),
+        client=client,
+        metrics=metrics,
+        timeouts=config.timeouts,
+        fallback=config.fallback,
+        api_key=config.engine_api_key,
+        clock=time.monotonic,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(watcher.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            await http.aclose()
+
+    app = FastAPI(title="pdcluster", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.include_router(make_router(Services(config, handoffs, client, watcher, metrics)))
+    app.add_exception_handler(ProxyError, _answer_proxy_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_bug)
+    return app
+
+
+async def _answer_proxy_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, ProxyError):
+        raise TypeError(type(error))
+    return error_response(error, anthropic=_is_anthropic(request))
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Answer what Starlette's router refuses: no such route, or no such method on it."""
+    if not isinstance(error, HTTPException):
+        raise TypeError(type(error))
+    ours: ProxyError
+    if error.status_code == _METHOD_NOT_ALLOWED:
+        ours = MethodNotAllowedError(f"{request.method} is not allowed here", headers=dict(error.headers or {}))
+    else:
+        ours = NotFoundError("there is no such route; /v1/chat/completions is one", code="unknown_route")
+    return error_response(ours, anthropic=_is_anthropic(request))
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    _LOG.error("bug while answering %s", request.url.path, exc_info=error)
+    return error_response(ProxyError("the router failed; its log says why"), anthropic=_is_anthropic(request))
+
+
+def _is_anthropic(request: Request) -> bool:
+    kind = KINDS.get(request.url.path)
+    return kind is not None and kind.anthropic
+
+
+def _log_change(endpoint: Endpoint, before: State) -> None:
+    level = logging.WARNING if endpoint.state == "unhealthy" else logging.INFO
+    _LOG.log(level, "%s: %s -> %s %s", endpoint.name, before, endpoint.state, endpoint.reason)

@@ -1,0 +1,49 @@
+"""What the proxy was told: endpoints, limits and policies. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointConfig:
+    """One engine: the name it has in metrics and logs, its URL without a trailing slash, and its role."""
+
+    name: str
+    url: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Limits in seconds, apart for each phase; None is no limit.
+
+    `prefill` and `headers` are long by default: a million tokens take many minutes to prefill.
+    """
+
+    connect: float = 5.0
+    prefill: float | None = 3600.0
+    headers: float | None = 3600.0
+    idle: float | None = 300.0
+    total: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyConfig:
+    """Everything that `create_app` needs.
+
+    `excluded_pairs` are (prefill, decode) names that must not serve together; `fallback` says what happens when no
+    prefill is usable: "decode" serves on decode alone, "none" answers 503.
+    """
+
+    endpoints: tuple[EndpointConfig, ...]
+    excluded_pairs: frozenset[tuple[str, str]] = frozenset()
+    connector: str = "nixl"
+    fallback: Literal["decode", "none"] = "decode"
+    max_body_bytes: int = 64 * 1024 * 1024
+    timeouts: Timeouts = Timeouts()
+    health_interval: float = 2.0
+    engine_api_key: str | None = None

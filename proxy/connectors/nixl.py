@@ -1,0 +1,83 @@
+"""NIXL, pull mode: prefill makes one token and keeps the KV, decode fetches it. Source: vLLM 0.32's NIXL connector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from proxy.firewall import has_transfer_fields, without_transfer_fields
+from proxy.request import InferenceRequest
+
+_ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+# Not on the prefill leg: it makes one token, whole, without conditions on how it ends.
+_DROPPED = (
+    "min_tokens",
+    "stream_options",
+    "stop",
+    "stop_token_ids",
+    "stop_sequences",
+    "logprobs",
+    "top_logprobs",
+    "background",
+)
+_NEEDED = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
+
+
+class NixlConnector:
+    """Builds both legs; a handoff is used once, and a new attempt prefills again."""
+
+    overlaps = False
+    may_decode_alone = True
+
+    def prefill_body(self, request: InferenceRequest) -> bytes:
+        """Return the client's body with one token asked for, without streaming, and with the KV kept."""
+        body = {name: value for name, value in request.fields.items() if name not in _DROPPED}
+        first, *others = request.kind.token_limits
+        body[first] = 1
+        for name in others:
+            if name in body:
+                body[name] = 1
+        body["stream"] = False
+        if "n" in body:
+            body["n"] = 1
+        if "store" in body:
+            body["store"] = False
+        if request.kind.has_ignore_eos:
+            body["ignore_eos"] = True
+        body["kv_transfer_params"] = _ASK_PREFILL
+        return dump(without_ec(body))
+
+    def handoff(self, reply: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return `kv_transfer_params` of the reply if decode can use them."""
+        params = reply.get("kv_transfer_params")
+        if not isinstance(params, dict) or params.get("do_remote_prefill") is not True:
+            return None
+        if not isinstance(params.get("remote_block_ids"), list) or not params["remote_block_ids"]:
+            return None
+        usable = all(isinstance(params.get(name), kind) for name, kind in _NEEDED.items())
+        return params if usable else None
+
+    def decode_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
+        """Return the client's bytes with the handoff added before the last brace, so that nothing else can change."""
+        if has_transfer_fields(request.fields):
+            return dump({**without_transfer_fields(request.fields), "kv_transfer_params": handoff})
+        head = request.raw.rstrip()[:-1].rstrip()
+        comma = b"" if head.endswith(b"{") else b","
+        return head + comma + b'"kv_transfer_params":' + orjson.dumps(handoff) + b"}"
+
+
+def without_ec(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy without the encoder's transfer field."""
+    return {name: value for name, value in body.items() if name != "ec_transfer_params"}
+
+
+def dump(body: Mapping[str, Any]) -> bytes:
+    """Write JSON; values that orjson refuses (lone surrogates, integers over 64 bits) are written by the slow way."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        return json.dumps(body, separators=(",", ":")).encode()

@@ -1,0 +1,108 @@
+"""Engines as the proxy sees them: health, requests in flight, and reservations that are given back exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from proxy.config import EndpointConfig, Role
+
+State = Literal["unknown", "ready", "unhealthy"]
+
+# Failures in a row that take an endpoint out; a refused connection does so at once.
+_FAILURES_TO_EJECT = 2
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """One engine. `state` changes by probes and by what requests met; 4xx answers never count."""
+
+    config: EndpointConfig
+    state: State = "unknown"
+    in_flight: int = 0
+    failures: int = 0
+    reason: str = "not probed yet"
+
+    @property
+    def name(self) -> str:
+        """The name in metrics and logs."""
+        return self.config.name
+
+    @property
+    def url(self) -> str:
+        """The base URL."""
+        return self.config.url
+
+    @property
+    def role(self) -> Role:
+        """The pool."""
+        return self.config.role
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether requests may go there."""
+        return self.state == "ready"
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Count a request as in flight for the length of the block."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+
+@dataclass(slots=True)
+class Pools:
+    """All endpoints and the pairs that must not be used; `on_change` hears of every change of state."""
+
+    endpoints: tuple[Endpoint, ...]
+    excluded: frozenset[tuple[str, str]] = frozenset()
+    on_change: Callable[[Endpoint, State], None] = field(default=lambda _endpoint, _state: None)
+
+    def of_role(self, role: Role) -> list[Endpoint]:
+        """Return the endpoints of one pool."""
+        return [endpoint for endpoint in self.endpoints if endpoint.role == role]
+
+    def partners(self, decode: Endpoint) -> list[Endpoint]:
+        """Return the ready prefill endpoints that may serve with this decode endpoint."""
+        return [
+            prefill
+            for prefill in self.of_role("prefill")
+            if prefill.ready and (prefill.name, decode.name) not in self.excluded
+        ]
+
+    def has_pair(self) -> bool:
+        """Tell whether one prefill and one decode can serve together now."""
+        return any(decode.ready and self.partners(decode) for decode in self.of_role("decode"))
+
+    def succeeded(self, endpoint: Endpoint) -> None:
+        """Note that an endpoint answered as it should."""
+        endpoint.failures = 0
+
+    def failed(self, endpoint: Endpoint, reason: str, *, fatal: bool = False) -> None:
+        """Note a transport error, 5xx or failed probe; enough of them take the endpoint out until a probe succeeds."""
+        endpoint.failures += 1
+        if fatal or endpoint.failures >= _FAILURES_TO_EJECT:
+            self._change(endpoint, "unhealthy", reason)
+
+    def probed(self, endpoint: Endpoint) -> None:
+        """Note a successful probe."""
+        endpoint.failures = 0
+        self._change(endpoint, "ready", "")
+
+    def missing(self) -> Iterable[str]:
+        """Say in words what keeps the proxy from being ready."""
+        for endpoint in self.endpoints:
+            if not endpoint.ready:
+                yield f"{endpoint.name} is {endpoint.state}: {endpoint.reason}"
+        for prefill, decode in sorted(self.excluded):
+            yield f"{prefill} and {decode} are excluded from serving together"
+
+    def _change(self, endpoint: Endpoint, state: State, reason: str) -> None:
+        before, endpoint.state, endpoint.reason = endpoint.state, state, reason
+        if before != state:
+            self.on_change(endpoint, before)

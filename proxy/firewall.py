@@ -1,0 +1,91 @@
+"""What a client may send to engines, and what it may see of them.
+
+A client that could set `kv_transfer_params` could make an engine connect anywhere, read other requests' KV, or (with
+one field) end it: vLLM 0.32 trips an assertion on it. Headers go by an allow list, in both directions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.errors import BadRequestError
+
+TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+
+_TO_ENGINE = ("content-type", "accept", "traceparent", "tracestate", "anthropic-version", "anthropic-beta")
+_TO_CLIENT = ("content-type", "retry-after", "www-authenticate")
+_REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+_NULL_TRANSFER = re.compile(rb',\s*"(?:kv|ec)_transfer_params":\s*null')
+
+
+def refuse_transfer_fields(fields: Mapping[str, Any]) -> None:
+    """Raise `BadRequestError` where the client set a field that steers engines; null and {} are let through."""
+    for name in TRANSFER_FIELDS:
+        if fields.get(name):
+            raise BadRequestError(
+                f"{name} is set by the router and may not be sent by a client; remove it", code="forbidden_field"
+            )
+
+
+def has_transfer_fields(fields: Mapping[str, Any]) -> bool:
+    """Tell whether such a field is there at all, if only as null."""
+    return any(name in fields for name in TRANSFER_FIELDS)
+
+
+def without_transfer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a body without them."""
+    return {name: value for name, value in fields.items() if name not in TRANSFER_FIELDS}
+
+
+def headers_for_engine(client: Mapping[str, str], request_id: str, api_key: str | None) -> dict[str, str]:
+    """Return the headers of an engine call. The client's Authorization passes only where engines have no own key."""
+    headers = {name: client[name] for name in _TO_ENGINE if name in client}
+    headers["x-request-id"] = request_id
+    headers["accept-encoding"] = "identity"
+    if api_key is not None:
+        headers["authorization"] = f"Bearer {api_key}"
+    elif "authorization" in client:
+        headers["authorization"] = client["authorization"]
+    return headers
+
+
+def headers_for_client(engine: Mapping[str, str]) -> dict[str, str]:
+    """Return those of an engine's headers that a client may see."""
+    return {name: engine[name] for name in _TO_CLIENT if name in engine}
+
+
+def safe_request_id(given: str | None) -> str | None:
+    """Return a client's request id if it is harmless in headers and logs, else None."""
+    return given if given is not None and _REQUEST_ID.match(given) else None
+
+
+def new_request_id() -> str:
+    """Return a fresh id for one attempt: both legs share it, no two attempts do."""
+    return f"pdc-{uuid.uuid4().hex}"
+
+
+def clean_reply(body: bytes, asked: Mapping[str, Any]) -> bytes:
+    """Take handoff fields, and token ids or timings that weren't asked for, out of a JSON answer.
+
+    An answer that has none is returned as it is, to the byte; null fields are cut out without touching the rest
+    (quotes inside JSON strings are escaped, so the pattern can only match a key).
+    """
+    body = _NULL_TRANSFER.sub(b"", body)
+    wants_ids = bool(asked.get("return_token_ids"))
+    suspects = [name for name in TRANSFER_FIELDS if f'"{name}"'.encode() in body]
+    suspects += [] if wants_ids or not re.search(rb'"prompt_token_ids":\s*\[', body) else ["prompt_token_ids"]
+    suspects += ["metrics"] if re.search(rb'"metrics":\s*\{', body) else []
+    if not suspects:
+        return body
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return body
+    if isinstance(value, dict):
+        for name in suspects:
+            value.pop(name, None)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")

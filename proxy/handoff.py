@@ -1,0 +1,234 @@
+"""Prefill leg, handoff, decode leg: the only module that calls engines for a request.
+
+A handoff is used once. Whatever fails before the client has got a byte is tried again once, with a new placement, a
+new request id and a new prefill; an engine's 4xx goes to the client as it is, at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from proxy.config import Timeouts
+from proxy.connectors.base import Connector
+from proxy.endpoints import Endpoint, Pools
+from proxy.engine_client import EngineClient, EngineReply
+from proxy.errors import EngineFailedError, EngineTimeoutError, NoEndpointError
+from proxy.firewall import (
+    clean_reply,
+    has_transfer_fields,
+    headers_for_client,
+    headers_for_engine,
+    new_request_id,
+    without_transfer_fields,
+)
+from proxy.metrics import Metrics
+from proxy.peek import first_events
+from proxy.relay import Answer
+from proxy.request import InferenceRequest, why_aggregated
+from proxy.scheduling.base import Placement
+from proxy.scheduling.profile import Scheduler
+from proxy.trace import Trace
+
+_LOG = logging.getLogger("proxy.handoff")
+_ATTEMPTS = 2
+_OK = 200
+_CLIENT_ERROR, _SERVER_ERROR = 400, 500
+
+
+@dataclass(frozen=True, slots=True)
+class Handoffs:
+    """Serves requests on pairs. `fallback` is "decode" or "none", see `ProxyConfig`."""
+
+    pools: Pools
+    scheduler: Scheduler
+    connector: Connector
+    client: EngineClient
+    metrics: Metrics
+    timeouts: Timeouts
+    fallback: Literal["decode", "none"]
+    api_key: str | None
+    clock: Callable[[], float]
+
+    @asynccontextmanager
+    async def serve(self, request: InferenceRequest, trace: Trace) -> AsyncIterator[Answer]:
+        """Give the answer while its connections and reservations are held; raises `ProxyError`."""
+        aggregated = why_aggregated(request.fields)
+        tried: set[str] = set()
+        for attempt in range(1, _ATTEMPTS + 1):
+            placement = self.scheduler.place(request, tried, aggregated)
+            if placement is None:
+                raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
+            trace.placed = trace.placed or self.clock()
+            async with AsyncExitStack() as stack:
+                try:
+                    run = _Attempt(self, request, placement, trace, stack, last=attempt == _ATTEMPTS)
+                    answer = await run.answer()
+                except EngineTimeoutError:
+                    raise  # the time is spent; another attempt would double it
+                except EngineFailedError:
+                    if attempt == _ATTEMPTS:
+                        raise
+                    tried.update(run.failed)
+                    continue
+                yield answer
+                return
+
+    def count_fallback(self, reason: str, trace: Trace) -> None:
+        """Note that decode serves alone because prefill could not; refuse where the policy says so."""
+        if self.fallback == "none":
+            raise NoEndpointError(f"no prefill can serve this request ({reason}) and the fallback is off")
+        trace.path, trace.reason = "aggregated", reason
+        self.metrics.fallbacks.labels(reason).inc()
+        _LOG.warning("decode serves alone: %s", reason)
+
+
+class _Attempt:
+    """One try on one placement; `failed` are the endpoints that another try should avoid."""
+
+    def __init__(
+        self,
+        handoffs: Handoffs,
+        request: InferenceRequest,
+        placement: Placement,
+        trace: Trace,
+        stack: AsyncExitStack,
+        *,
+        last: bool,
+    ) -> None:
+        self._of = handoffs
+        self._request = request
+        self._placement = placement
+        self._trace = trace
+        self._stack = stack
+        self._last = last
+        self._headers = headers_for_engine(request.headers, new_request_id(), handoffs.api_key)
+        self.failed: list[str] = []
+
+    async def answer(self) -> Answer:
+        """Run the legs; raises `EngineFailedError` where another attempt may help."""
+        self._stack.enter_context(self._placement.decode.reserved())
+        if self._placement.prefill is None:
+            self._count_alone(self._placement.reason)
+            return await self._decode(self._alone_body())
+        self._trace.path, self._trace.reason = "disaggregated", ""
+        reply = await self._prefill(self._placement.prefill)
+        if reply is not None and reply.status >= _CLIENT_ERROR:
+            return _passed_on(reply)
+        handoff = None if reply is None else self._of.connector.handoff(_json_object(reply.body))
+        if handoff is None:
+            self._of.count_fallback("prefill_failed" if reply is None else "no_handoff", self._trace)
+            return await self._decode(self._alone_body())
+        return await self._decode_with(handoff)
+
+    def _count_alone(self, reason: str) -> None:
+        if reason == "no_prefill":
+            self._of.count_fallback(reason, self._trace)
+        else:
+            self._trace.path, self._trace.reason = "aggregated", reason
+            self._of.metrics.aggregated.labels(reason).inc()
+
+    async def _prefill(self, prefill: Endpoint) -> EngineReply | None:
+        """Return prefill's reply, None where it failed for the last time and decode may serve alone."""
+        body = self._of.connector.prefill_body(self._request)
+        self._trace.prefill_began = self._of.clock()
+        try:
+            with prefill.reserved():
+                reply = await self._of.client.call(
+                    prefill,
+                    self._request.kind.route,
+                    body,
+                    self._headers,
+                    leg="prefill",
+                    limit=self._of.timeouts.prefill,
+                )
+            if reply.status >= _SERVER_ERROR:
+                raise EngineFailedError(f"prefill: {prefill.name} answered {reply.status}")
+        except EngineFailedError as error:
+            self._note_failure(prefill, error, "prefill")
+            if not self._last or isinstance(error, EngineTimeoutError):
+                raise
+            return None
+        self._trace.prefill_ended = self._of.clock()
+        self._of.pools.succeeded(prefill)
+        return reply
+
+    async def _decode_with(self, handoff: Mapping[str, Any]) -> Answer:
+        """Run the decode leg; count the handoff as stranded where decode isn't known to have taken it."""
+        taken = False
+        try:
+            answer = await self._decode(self._of.connector.decode_body(self._request, handoff))
+            taken = True
+            return answer
+        finally:
+            if not taken:
+                self._of.metrics.stranded.inc()
+
+    async def _decode(self, body: bytes) -> Answer:
+        decode = self._placement.decode
+        try:
+            answer = await (self._decode_stream(body) if self._request.stream else self._decode_whole(body))
+        except EngineFailedError as error:
+            self._note_failure(decode, error, "decode")
+            raise
+        self._of.pools.succeeded(decode)
+        return answer
+
+    async def _decode_whole(self, body: bytes) -> Answer:
+        reply = await self._of.client.call(
+            self._placement.decode,
+            self._request.kind.route,
+            body,
+            self._headers,
+            leg="decode",
+            limit=self._of.timeouts.headers,
+        )
+        self._trace.first_byte = self._of.clock()
+        if reply.status >= _SERVER_ERROR and not self._last:
+            raise EngineFailedError(f"decode: {self._placement.decode.name} answered {reply.status}")
+        if reply.status >= _SERVER_ERROR:
+            self._of.pools.failed(self._placement.decode, f"answered {reply.status}")
+        return _passed_on(reply, clean_reply(reply.body, self._request.fields))
+
+    async def _decode_stream(self, body: bytes) -> Answer:
+        stream = await self._stack.enter_async_context(
+            self._of.client.stream(self._placement.decode, self._request.kind.route, body, self._headers, leg="decode")
+        )
+        if stream.status != _OK:
+            rest = b"".join([chunk async for chunk in stream.chunks])
+            if stream.status >= _SERVER_ERROR and not self._last:
+                raise EngineFailedError(f"decode: {self._placement.decode.name} answered {stream.status}")
+            return _passed_on(EngineReply(stream.status, stream.headers, rest))
+        head = await first_events(stream.chunks, self._request.kind)
+        self._trace.first_byte = self._of.clock()
+        return Answer(_OK, headers_for_client(stream.headers), head, stream.chunks)
+
+    def _alone_body(self) -> bytes:
+        """Return the client's bytes; written anew only to drop a transfer field that was null."""
+        if has_transfer_fields(self._request.fields):
+            return orjson.dumps(without_transfer_fields(self._request.fields))
+        return self._request.raw
+
+    def _note_failure(self, endpoint: Endpoint, error: EngineFailedError, leg: str) -> None:
+        self.failed.append(endpoint.name)
+        self._of.pools.failed(endpoint, error.message, fatal=error.refused)
+        if not self._last and not isinstance(error, EngineTimeoutError):
+            self._of.metrics.retries.labels(leg).inc()
+        _LOG.warning("%s", error.message)
+
+
+def _passed_on(reply: EngineReply, body: bytes | None = None) -> Answer:
+    return Answer(reply.status, headers_for_client(reply.headers), reply.body if body is None else body)
+
+
+def _json_object(body: bytes) -> Mapping[str, Any]:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,83 @@
+"""KV transfer figures of the decode engines, as metrics of the proxy.
+
+vLLM 0.32 keeps them as `vllm:nixl_xfer_time_seconds` and `vllm:nixl_bytes_transferred` (histograms, one a transfer)
+and `vllm:nixl_num_failed_transfers` (a counter) on the engine that fetches. A restarted engine begins at zero again;
+what it had counted before is kept, so that ours only grow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_LINE = re.compile(
+    r"^vllm:nixl_(xfer_time_seconds|bytes_transferred|num_failed_transfers)(_bucket|_sum|_count|_total)?"
+    r"(?:\{([^}]*)\})? (\S+)",
+    re.MULTILINE,
+)
+_BOUND = re.compile(r'(?:^|,)le="([^"]+)"')
+
+# Sample (which figure, part of it, upper bound or "") -> value.
+Figures = dict[tuple[str, str, str], float]
+
+
+def parse_figures(text: str) -> Figures:
+    """Return the samples of interest in an engine's /metrics text, summed over its ranks."""
+    figures: Figures = {}
+    for name, part, labels, value in _LINE.findall(text):
+        bound = _BOUND.search(labels)
+        key = (name, part, bound[1] if bound else "")
+        figures[key] = figures.get(key, 0.0) + float(value)
+    return figures
+
+
+@dataclass(slots=True)
+class _Accumulated:
+    """An engine's figures over its restarts."""
+
+    base: Figures = field(default_factory=dict)
+    latest: Figures = field(default_factory=dict)
+
+    def update(self, figures: Figures) -> None:
+        if any(figures.get(key, 0.0) < value for key, value in self.latest.items()):
+            self.base = self.totals()
+        self.latest = figures
+
+    def totals(self) -> Figures:
+        keys = self.base.keys() | self.latest.keys()
+        return {key: self.base.get(key, 0.0) + self.latest.get(key, 0.0) for key in keys}
+
+
+class KvTransferCollector(Collector):
+    """Renders the latest figures of each decode endpoint."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, _Accumulated] = {}
+
+    def update(self, decode: str, text: str) -> None:
+        """Take in an engine's /metrics text."""
+        self._engines.setdefault(decode, _Accumulated()).update(parse_figures(text))
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the families; called at each scrape."""
+        seconds = HistogramMetricFamily("pdcluster_kv_transfer_seconds", "Time of a KV transfer", labels=["decode"])
+        size = HistogramMetricFamily("pdcluster_kv_transfer_bytes", "Bytes of a KV transfer", labels=["decode"])
+        failed = CounterMetricFamily("pdcluster_kv_transfer_failures", "KV transfers that failed", labels=["decode"])
+        for name, engine in self._engines.items():
+            totals = engine.totals()
+            for family, figure in ((seconds, "xfer_time_seconds"), (size, "bytes_transferred")):
+                _add_histogram(family, name, figure, totals)
+            failed.add_metric([name], totals.get(("num_failed_transfers", "_total", ""), 0.0))
+        yield from (seconds, size, failed)
+
+
+def _add_histogram(family: HistogramMetricFamily, name: str, figure: str, totals: Figures) -> None:
+    bounds = {bound: value for (kind, part, bound), value in totals.items() if kind == figure and part == "_bucket"}
+    if not bounds:
+        bounds = {"+Inf": 0.0}
+    ordered = sorted(bounds.items(), key=lambda item: float(item[0]))
+    family.add_metric([name], buckets=ordered, sum_value=totals.get((figure, "_sum", ""), 0.0))

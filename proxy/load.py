@@ -1,0 +1,76 @@
+"""Look at engines: probe their /health at an interval, and read their /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from proxy.endpoints import Endpoint, Pools
+from proxy.engine_client import EngineClient
+from proxy.errors import EngineFailedError, EngineTimeoutError
+from proxy.kv_transfer_metrics import KvTransferCollector
+
+_PROBE_LIMIT_S = 5.0
+_SCRAPE_LIMIT_S = 1.0
+_FRESH_S = 1.0
+_OK = 200
+
+
+class Watcher:
+    """Keeps endpoint states true. A busy engine is not dead: silence must repeat, a refused connection need not."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        client: EngineClient,
+        interval: float,
+        headers: Mapping[str, str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pools = pools
+        self._client = client
+        self._interval = interval
+        self._headers = headers
+        self._clock = clock
+        self._scraped = float("-inf")
+
+    async def run(self) -> None:
+        """Probe all endpoints for ever; each has its own rhythm, so that a silent one delays nobody."""
+        async with asyncio.TaskGroup() as group:
+            for endpoint in self._pools.endpoints:
+                group.create_task(self._probe_for_ever(endpoint))
+
+    async def probe(self, endpoint: Endpoint) -> None:
+        """Ask one endpoint for its health."""
+        try:
+            reply = await self._client.get(endpoint, "/health", _PROBE_LIMIT_S, self._headers)
+        except EngineTimeoutError as error:
+            self._pools.failed(endpoint, error.message)
+        except EngineFailedError as error:
+            self._pools.failed(endpoint, error.message, fatal=error.refused)
+        else:
+            if reply.status == _OK:
+                self._pools.probed(endpoint)
+            else:
+                self._pools.failed(endpoint, f"/health answers {reply.status}", fatal=True)
+
+    async def scrape(self, collector: KvTransferCollector) -> None:
+        """Read the decode engines' metrics, unless they were read within the last second."""
+        if self._clock() - self._scraped < _FRESH_S:
+            return
+        self._scraped = self._clock()
+        decodes = [endpoint for endpoint in self._pools.of_role("decode") if endpoint.ready]
+        await asyncio.gather(*(self._scrape_one(endpoint, collector) for endpoint in decodes))
+
+    async def _scrape_one(self, endpoint: Endpoint, collector: KvTransferCollector) -> None:
+        try:
+            reply = await self._client.get(endpoint, "/metrics", _SCRAPE_LIMIT_S, self._headers)
+        except EngineFailedError:
+            return  # the last figures stand; its health is the probe's business
+        if reply.status == _OK:
+            collector.update(endpoint.name, reply.body.decode("utf-8", "replace"))
+
+    async def _probe_for_ever(self, endpoint: Endpoint) -> None:
+        while True:
+            await self.probe(endpoint)
+            await asyncio.sleep(self._interval)

@@ -1,0 +1,82 @@
+"""Every metric name of the proxy, in one place. Labels come from fixed sets and endpoint names, never from clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from proxy.endpoints import Endpoint
+from proxy.kv_transfer_metrics import KvTransferCollector
+from proxy.trace import Trace
+
+STATES = ("unknown", "ready", "unhealthy")
+
+# Fit for long contexts: a million tokens take minutes to prefill.
+_LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 300, 600)
+_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """The proxy's registry; one a process, passed to whoever counts."""
+
+    def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
+        self.registry = CollectorRegistry()
+        self.kv_transfer = KvTransferCollector()
+        self.registry.register(self.kv_transfer)
+        counter, histogram = self._counter, self._histogram
+        self.requests = counter("requests", "Requests by route and how they ended", "route", "outcome")
+        self.aggregated = counter("aggregated_requests", "Requests that must run on decode alone", "reason")
+        self.fallbacks = counter("fallbacks", "Requests served by decode alone for want of a prefill", "reason")
+        self.retries = counter("retries", "New placements after an engine failed before the first byte", "leg")
+        self.stranded = counter("handoffs_stranded", "Prefills whose KV no decode is known to have taken")
+        self.queue = histogram("queue_seconds", "Body read to placement", _LONG)
+        self.prefill = histogram("prefill_seconds", "Prefill leg", _LONG)
+        self.handoff = histogram("handoff_seconds", "Prefill's reply to decode's first byte", _LONG)
+        self.ttft = histogram("time_to_first_token_seconds", "Request to first event of a stream", _LONG, "route")
+        self.tpot = histogram("time_per_output_token_seconds", "Mean time between a stream's events", _TOKEN, "route")
+        self.total = histogram("request_seconds", "Request to the last byte", _LONG, "route")
+        in_flight = self._gauge("in_flight", "Requests in flight", "endpoint", "role")
+        state = self._gauge("endpoint_state", "1 for the state that an endpoint is in", "endpoint", "role", "state")
+        for endpoint in endpoints:
+            in_flight.labels(endpoint.name, endpoint.role).set_function(_reader(endpoint))
+            for name in STATES:
+                state.labels(endpoint.name, endpoint.role, name).set_function(_state_reader(endpoint, name))
+
+    def observe(self, trace: Trace) -> None:
+        """Count a request that has ended."""
+        self.requests.labels(trace.route, trace.outcome).inc()
+        if trace.placed is not None:
+            self.queue.observe(trace.placed - trace.began)
+        if trace.prefill_began is not None and trace.prefill_ended is not None:
+            self.prefill.observe(trace.prefill_ended - trace.prefill_began)
+        if trace.first_byte is not None:
+            if trace.prefill_ended is not None:
+                self.handoff.observe(trace.first_byte - trace.prefill_ended)
+            if trace.events:
+                self.ttft.labels(trace.route).observe(trace.first_byte - trace.began)
+            if trace.last_byte is not None and trace.events > 1:
+                self.tpot.labels(trace.route).observe((trace.last_byte - trace.first_byte) / (trace.events - 1))
+        if trace.ended is not None:
+            self.total.labels(trace.route).observe(trace.ended - trace.began)
+
+    def render(self) -> bytes:
+        """Return the text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pdcluster_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"pdcluster_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"pdcluster_{name}", text, labels, registry=self.registry, buckets=buckets)
+
+
+def _reader(endpoint: Endpoint) -> Callable[[], float]:
+    return lambda: float(endpoint.in_flight)
+
+
+def _state_reader(endpoint: Endpoint, name: str) -> Callable[[], float]:
+    return lambda: float(endpoint.state == name)

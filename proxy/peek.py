@@ -1,0 +1,51 @@
+"""Read the first events of a stream before the client is told 200.
+
+vLLM 0.32 answers 200 before it knows whether the KV arrived, and puts a failure into the stream: after a role chunk in
+chat, after `response.created` in responses. Such events are held back until the first that means something.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+from proxy.errors import EngineFailedError
+from proxy.request import ApiKind
+
+_LONGEST_PEEK = 1 << 20
+
+
+async def first_events(chunks: AsyncIterator[bytes], kind: ApiKind) -> bytes:
+    """Return the bytes up to and including the first event that is no preamble; raises `EngineFailedError`.
+
+    Bytes are returned as they came; a stream that ends before such an event has failed.
+    """
+    held = b""
+    looked_at = 0
+    async for chunk in chunks:
+        held += chunk
+        while (cut := _event_end(held, looked_at)) is not None:
+            event, looked_at = held[looked_at:cut].lstrip(b"\r\n"), cut
+            if event.startswith(kind.failures):
+                raise EngineFailedError(f"decode: {_message(event)}")
+            if event and not event.startswith(b":") and not any(mark in event for mark in kind.preamble):
+                return held
+        if len(held) > _LONGEST_PEEK:
+            return held
+    raise EngineFailedError("decode: the engine ended the stream before its first event")
+
+
+def _event_end(data: bytes, start: int) -> int | None:
+    """Return where the event that begins at `start` ends (after its blank line), None if it isn't all there."""
+    ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := data.find(mark, start)) >= 0]
+    return min(ends) if ends else None
+
+
+def _message(event: bytes) -> str:
+    """Return the engine's words in an error event."""
+    _, _, data = event.partition(b"data:")
+    try:
+        error = json.loads(data).get("error", {})
+        return str(error.get("message") if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        return "the engine reported an error in its stream"

@@ -1,0 +1,131 @@
+"""A client's request: which API it speaks, its body, and whether it must run on decode alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from proxy.errors import BadRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKind:
+    """One of the APIs that run disaggregated.
+
+    `token_limits` are the fields that bound the answer, the first always set on the prefill leg, the others where the
+    client sent them. `terminators` end a complete event stream. `preamble` marks events that vLLM 0.32 sends before it
+    knows whether the KV arrived; `failures` mark an error event.
+    """
+
+    route: str
+    token_limits: tuple[str, ...]
+    terminators: tuple[bytes, ...]
+    preamble: tuple[bytes, ...]
+    failures: tuple[bytes, ...]
+    anthropic: bool = False
+    has_ignore_eos: bool = True
+
+
+_OPENAI_FAILURES = (b'data: {"error"', b'data: {"object":"error"')
+
+KINDS: Mapping[str, ApiKind] = {
+    kind.route: kind
+    for kind in (
+        ApiKind(
+            route="/v1/chat/completions",
+            token_limits=("max_tokens", "max_completion_tokens"),
+            terminators=(b"\ndata: [DONE]",),
+            preamble=(b'"delta":{"role":"assistant","content":""',),
+            failures=_OPENAI_FAILURES,
+        ),
+        ApiKind(
+            route="/v1/completions",
+            token_limits=("max_tokens",),
+            terminators=(b"\ndata: [DONE]",),
+            preamble=(),
+            failures=_OPENAI_FAILURES,
+        ),
+        ApiKind(
+            route="/v1/responses",
+            token_limits=("max_output_tokens",),
+            terminators=(
+                b"\nevent: response.completed",
+                b"\nevent: response.incomplete",
+                b"\nevent: response.failed",
+            ),
+            preamble=(b"event: response.created", b"event: response.in_progress"),
+            failures=(b"event: error", b"event: response.failed", *_OPENAI_FAILURES),
+        ),
+        ApiKind(
+            route="/v1/messages",
+            token_limits=("max_tokens",),
+            terminators=(b"\nevent: message_stop",),
+            preamble=(b"event: message_start", b"event: ping"),
+            failures=(b"event: error", *_OPENAI_FAILURES),
+            anthropic=True,
+            has_ignore_eos=False,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """A parsed request. `raw` is the client's body to the byte, `fields` the same parsed; neither is ever changed."""
+
+    kind: ApiKind
+    raw: bytes
+    fields: Mapping[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    client_request_id: str | None = None
+
+    @property
+    def stream(self) -> bool:
+        """Tell whether the client wants events."""
+        return self.fields.get("stream") is True
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Parse a body that must be a JSON object; raises `BadRequestError` that says what is wrong with it."""
+    if not raw.strip():
+        raise BadRequestError("the body is empty; send a JSON object")
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        value = _parse_leniently(raw, error)
+    if not isinstance(value, dict):
+        raise BadRequestError(f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _parse_leniently(raw: bytes, first: orjson.JSONDecodeError) -> Any:
+    """Parse what engines accept and orjson doesn't: NaN, and escaped surrogates without a partner."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {first}") from error
+
+
+def why_aggregated(fields: Mapping[str, Any]) -> str | None:
+    """Return why a request cannot be split over prefill and decode, None where it can; from a fixed set of reasons.
+
+    vLLM 0.32 hands over the KV of one prompt with one choice, and recomputes where prompt log-probabilities are asked.
+    """
+    for key in ("n", "best_of"):
+        if isinstance(fields.get(key), int | float) and fields[key] > 1:
+            return key
+    if _many_prompts(fields.get("prompt")):
+        return "prompt_list"
+    for key in ("prompt_logprobs", "prompt_embeds", "previous_response_id"):
+        if fields.get(key) is not None:
+            return key
+    return next((key for key in ("echo", "use_beam_search", "background") if fields.get(key)), None)
+
+
+def _many_prompts(prompt: Any) -> bool:
+    """Tell whether `prompt` is a list of several prompts: of strings or of lists of token ids."""
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
