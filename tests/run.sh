@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Everything that must hold: lint, types, unit tests, end-to-end tests on real engines. Installs what is missing.
+#
+#   bash tests/run.sh           all of it (about 15 minutes on 2 cores, after the installation)
+#   bash tests/run.sh --quick   without the end-to-end tests
+set -euo pipefail
+
+quick=false
+for argument in "$@"; do
+  case "$argument" in
+    --quick) quick=true ;;
+    -h | --help) sed -n '2,5p' "$0" | cut -c3-; exit 0 ;;
+    *) echo "error: $argument: unknown; there is --quick" >&2; exit 2 ;;
+  esac
+done
+
+source "$(dirname "${BASH_SOURCE[0]}")/../deploy/environment.sh"
+make_environment "cpu,demo,dev"
+cd "$root"
+
+step "lint"
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+step "types"
+"$venv/bin/mypy"
+step "unit tests"
+"$venv/bin/pytest" tests --ignore=tests/e2e --durations=5 -q
+if $quick; then
+  exit 0
+fi
+step "end-to-end tests on real engines"
+"$venv/bin/pytest" tests/e2e --durations=5 -v
