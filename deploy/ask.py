@@ -59,7 +59,10 @@ def kv_bytes(client: httpx.Client) -> float:
     """Return the bytes of KV moved so far, from the proxy's metrics."""
     families = text_string_to_metric_families(client.get("/metrics").raise_for_status().text)
     return sum(
-        sample.value for family in families for sample in family.samples if sample.name == "pdcluster_kv_transfer_bytes_sum"
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "pdcluster_kv_transfer_bytes_sum"
     )
 
 

@@ -29,13 +29,16 @@ install_project() { # extras
     return
   fi
   echo "installing pdcluster[$1]: about 4 GB and 3 to 5 minutes where nothing is cached"
-  "$venv/bin/python" -m pip install --progress-bar off --quiet -e "$root[$1]" ||
+  "$venv/bin/python" -m pip install --progress-bar off -e "$root[$1]" | progress ||
     die "pip could not install pdcluster[$1]. If it found no torch==2.13.0+cpu: PyTorch keeps CPU wheels on an index of
   its own; see https://pytorch.org/get-started/locally (Linux, Pip, CPU) and pass the address that it shows:
   PIP_EXTRA_INDEX_URL=ADDRESS bash $0"
   mend_torchvision
   printf '%s' "$wanted" >"$stamp"
 }
+
+# Of pip's many lines, those that show where it is.
+progress() { grep --line-buffered -E '^ *(Downloading|Building wheel|Installing collected|Successfully installed)' | cut -c1-100; }
 
 # PyPI's torchvision is a CUDA build: beside a CPU build of torch its import fails, and with it every engine's.
 mend_torchvision() {

@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -47,9 +48,12 @@ def _stringify_values(value: object) -> object:
     }
 
 
-Length = Annotated[PositiveInt, BeforeValidator(parse_length)]
+_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _LENGTH.pattern}]}
+_ENVIRONMENT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
+
+Length = Annotated[PositiveInt, BeforeValidator(parse_length), WithJsonSchema(_COUNT_SCHEMA)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Environment = Annotated[dict[str, str], BeforeValidator(_stringify_values)]
+Environment = Annotated[dict[str, str], BeforeValidator(_stringify_values), WithJsonSchema(_ENVIRONMENT_SCHEMA)]
 
 
 class Section(BaseModel):
