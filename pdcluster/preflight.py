@@ -58,8 +58,8 @@ def find_checkpoint(model: str, say: Say, *, build: bool) -> Checkpoint:
 def check_ready_to_start(prepared: Prepared, environment: Mapping[str, str], say: Say) -> None:
     """Raise `UserError` with every reason why the plan cannot start on this host now."""
     refuse_missing_packages()
-    problems = check_arguments(prepared.plan, default_cache(), environment, say)
-    problems += busy_ports(prepared)
+    # Ports first: that takes no time, vLLM's parser takes seconds.
+    problems = busy_ports(prepared) or check_arguments(prepared.plan, default_cache(), environment, say)
     if problems:
         raise SpecError(problems)
 

@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     import socket
+    from types import FrameType
 
     from proxy.config import EndpointConfig, ProxyConfig
 
@@ -83,6 +84,8 @@ def main() -> NoReturn:
     except UsageError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(0)
 
 
@@ -156,14 +159,25 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _serve(config: ProxyConfig, listener: socket.socket, grace: float, log_level: str) -> None:
     import logging
+    import signal
 
     import uvicorn
 
     from proxy.app import create_app
 
+    class Server(uvicorn.Server):
+        """Ends at once at the second signal, whichever it is."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.force_exit = self.force_exit or self.should_exit
+            super().handle_exit(sig, frame)
+
+    # uvicorn raises the signal again once it has stopped in order; that is no failure.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log a line for each engine call
-    server = uvicorn.Server(
+    server = Server(
         uvicorn.Config(
             create_app(config),
             http="httptools",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from proxy.errors import BadRequestError
@@ -66,6 +66,17 @@ def safe_request_id(given: str | None) -> str | None:
 def new_request_id() -> str:
     """Return a fresh id for one attempt: both legs share it, no two attempts do."""
     return f"pdc-{uuid.uuid4().hex}"
+
+
+async def clean_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Take null handoff fields out of a stream's events, wherever its pieces are cut; whole events come out."""
+    held = b""
+    async for chunk in chunks:
+        events, mark, held = (held + chunk).rpartition(b"\n\n")
+        if mark:
+            yield _NULL_TRANSFER.sub(b"", events) + mark
+    if held:
+        yield held
 
 
 def clean_reply(body: bytes, asked: Mapping[str, Any]) -> bytes:

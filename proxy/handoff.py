@@ -20,6 +20,7 @@ from proxy.endpoints import Endpoint, Pools
 from proxy.engine_client import EngineClient, EngineReply
 from proxy.errors import EngineFailedError, EngineTimeoutError, NoEndpointError
 from proxy.firewall import (
+    clean_events,
     clean_reply,
     has_transfer_fields,
     headers_for_client,
@@ -204,9 +205,10 @@ class _Attempt:
             if stream.status >= _SERVER_ERROR and not self._last:
                 raise EngineFailedError(f"decode: {self._placement.decode.name} answered {stream.status}")
             return _passed_on(EngineReply(stream.status, stream.headers, rest))
-        head = await first_events(stream.chunks, self._request.kind)
+        chunks = clean_events(stream.chunks) if self._request.kind.echoes_request else stream.chunks
+        head = await first_events(chunks, self._request.kind)
         self._trace.first_byte = self._of.clock()
-        return Answer(_OK, headers_for_client(stream.headers), head, stream.chunks)
+        return Answer(_OK, headers_for_client(stream.headers), head, chunks)
 
     def _alone_body(self) -> bytes:
         """Return the client's bytes; written anew only to drop a transfer field that was null."""

@@ -18,7 +18,8 @@ class ApiKind:
 
     `token_limits` are the fields that bound the answer, the first always set on the prefill leg, the others where the
     client sent them. `terminators` end a complete event stream. `preamble` marks events that vLLM 0.32 sends before it
-    knows whether the KV arrived; `failures` mark an error event.
+    knows whether the KV arrived; `failures` mark an error event. `echoes_request` is true where events repeat the
+    request's fields, those of the handoff included.
     """
 
     route: str
@@ -28,6 +29,7 @@ class ApiKind:
     failures: tuple[bytes, ...]
     anthropic: bool = False
     has_ignore_eos: bool = True
+    echoes_request: bool = False
 
 
 _OPENAI_FAILURES = (b'data: {"error"', b'data: {"object":"error"')
@@ -59,6 +61,7 @@ KINDS: Mapping[str, ApiKind] = {
             ),
             preamble=(b"event: response.created", b"event: response.in_progress"),
             failures=(b"event: error", b"event: response.failed", *_OPENAI_FAILURES),
+            echoes_request=True,
         ),
         ApiKind(
             route="/v1/messages",

@@ -187,16 +187,19 @@ def _outcome(status: int) -> Outcome:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Read a body of at most `limit` bytes; one that says it is longer is refused before it is read."""
+    """Read a body of at most `limit` bytes; one that says it is longer is refused before it is read.
+
+    What a refused client still sends is dropped by the server as it comes: closing at once would cost it the answer.
+    """
     message = f"the body is over {limit // (1 << 20)} MiB (--max-body-mb)"
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
-        raise BodyTooLargeError(message, headers={"connection": "close"})
+        raise BodyTooLargeError(message)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise BodyTooLargeError(message, headers={"connection": "close"})
+            raise BodyTooLargeError(message)
         parts.append(part)
     return b"".join(parts)
 

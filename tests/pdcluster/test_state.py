@@ -35,7 +35,7 @@ def test_a_record_reads_back_as_it_was_written(directory):
 def test_no_record_is_none_and_naming_it_is_an_error_that_lists_the_others(directory):
     assert directory.read() is None
     directory.write(record())
-    with pytest.raises(StateError, match="cluster other: not found.*known: trial"):
+    with pytest.raises(StateError, match=r"cluster other: not found.*known: trial"):
         RunDirectory.of(directory.path.parent.parent, "other").must_read()
 
 

@@ -212,7 +212,7 @@ def test_an_early_death_names_the_engine_the_cause_and_its_log_and_stops_the_res
 def test_engines_that_never_become_healthy_are_given_up_by_name(tmp_path):
     rig = Rig(tmp_path, "launch.ready_timeout=0.05")
     rig.healthy = False
-    with pytest.raises(LaunchError, match="prefill-0, prefill-1, decode-0: not healthy after 0.05 s"):
+    with pytest.raises(LaunchError, match=r"prefill-0, prefill-1, decode-0: not healthy after 0\.05 s"):
         rig.run(stop=False)
     assert rig.backend.alive() == []
 

@@ -1,0 +1,115 @@
+"""The proxy as it runs, over real sockets, in front of stand-in engines."""
+
+import asyncio
+import random
+import socket
+import threading
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import uvicorn
+
+from proxy.app import create_app
+from proxy.config import EndpointConfig, ProxyConfig, Timeouts
+from tests.stand_in.engine import StandIn, Wire
+
+
+@dataclass
+class Rig:
+    """A proxy with its engines and a client."""
+
+    wire: Wire
+    prefills: list
+    decodes: list
+    client: httpx.AsyncClient
+    port: int
+
+    async def metric(self, name, **labels):
+        """Sum a metric over the label sets that match."""
+        total = 0.0
+        for line in (await self.client.get("/metrics")).text.splitlines():
+            if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    async def until(self, condition, limit=5.0):
+        """Wait for a condition of the proxy, which has a loop of its own; bounded."""
+        async with asyncio.timeout(limit):
+            while not await condition():
+                await asyncio.sleep(0.01)
+
+    async def ready(self):
+        await self.until(self._is_ready)
+
+    async def _is_ready(self):
+        reply = (await self.client.get("/ready")).json()
+        return reply["ready"] and not [line for line in reply["missing"] if "unknown" in line]
+
+    async def idle(self):
+        """Nothing is in flight any more."""
+
+        async def none():
+            return await self.metric("pdcluster_in_flight") == 0
+
+        await self.until(none)
+
+
+class ProxyThread:
+    """uvicorn in a thread, as `pdcluster proxy` runs it."""
+
+    def __init__(self, config):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        settings = uvicorn.Config(
+            create_app(config, random.Random(1)),
+            http="httptools",
+            loop="uvloop",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        self.server = uvicorn.Server(settings)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self.thread.start()
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join(timeout=15)
+        self.socket.close()
+
+
+@pytest.fixture
+async def make_rig():
+    """Build a rig of so many engines; everything is stopped at the end, and the protocol was kept."""
+    rigs = []
+
+    async def make(prefills=1, decodes=1, *, wait=True, **config):
+        wire = Wire()
+        ps = [await StandIn("prefill", wire).start() for _ in range(prefills)]
+        ds = [await StandIn("decode", wire).start() for _ in range(decodes)]
+        endpoints = [EndpointConfig(f"p{i}", engine.url, "prefill") for i, engine in enumerate(ps)]
+        endpoints += [EndpointConfig(f"d{i}", engine.url, "decode") for i, engine in enumerate(ds)]
+        values = {"health_interval": 0.05, "timeouts": Timeouts(connect=1, prefill=5, headers=5, idle=5)} | config
+        proxy = ProxyThread(ProxyConfig(endpoints=tuple(endpoints), **values))
+        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{proxy.port}", timeout=10)
+        rig = Rig(wire, ps, ds, client, proxy.port)
+        rigs.append((rig, proxy))
+        if wait:
+            await rig.ready()
+        return rig
+
+    yield make
+    for rig, proxy in rigs:
+        await rig.client.aclose()
+        await asyncio.to_thread(proxy.stop)
+        for engine in rig.prefills + rig.decodes:
+            await engine.stop()
+        assert rig.wire.violations == []
+
+
+@pytest.fixture
+async def rig(make_rig):
+    """One prefill, one decode."""
+    return await make_rig()
