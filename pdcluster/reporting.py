@@ -29,8 +29,8 @@ class TerminalReporter:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._began = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=2, transient=True, get_renderable=self._render)
         self._record: ClusterRecord | None = None
+        self._live = Live(console=console, refresh_per_second=2, transient=True, get_renderable=self._render)
 
     def __enter__(self) -> Self:
         """Start drawing."""

@@ -31,7 +31,7 @@ def launch(
     as_json: options.Json = False,
 ) -> None:
     """Start prefill and decode pools and the endpoint in front of them; runs until Ctrl-C."""
-    from pdcluster.preflight import check_ready_to_start, prepare_plan
+    from pdcluster.preflight import check_ready_to_start, prepare_plan, refuse_missing_packages
     from pdcluster.state import RunDirectory, default_home
 
     directory = RunDirectory.of(default_home(os.environ), loaded.spec.name)
@@ -40,6 +40,7 @@ def launch(
         return
     with directory.lock():
         _reap_left_over(directory)
+        refuse_missing_packages()
         prepared = prepare_plan(loaded, os.environ, options.say, build=True, fit_memory=fit_memory)
         check_ready_to_start(prepared, os.environ, options.say)
         for note in prepared.plan.notes:
