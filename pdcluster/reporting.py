@@ -144,5 +144,5 @@ def choose_reporter(*, as_json: bool) -> TerminalReporter | LineReporter | JsonR
     """Return the reporter that fits where the output goes."""
     if as_json:
         return JsonReporter()
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
     return TerminalReporter(console) if console.is_terminal else LineReporter()

@@ -92,7 +92,7 @@ def test_json_lines_are_objects_and_come_only_with_changes(capsys):
 
 def test_a_terminal_keeps_the_ready_line():
     output = io.StringIO()
-    with TerminalReporter(Console(file=output, force_terminal=True, width=120)) as reporter:
+    with TerminalReporter(Console(file=output, force_terminal=True, width=120, highlight=False)) as reporter:
         reporter.update(record("starting", prefill0="starting"))
         reporter.update(record("ready", prefill0="healthy"))
         reporter.note("engine [x] is back")
