@@ -24,6 +24,7 @@ from proxy.request import KINDS
 from proxy.routes import Services, error_response, make_router
 from proxy.scheduling.pickers import BestPicker
 from proxy.scheduling.profile import Scheduler
+from proxy.trace import outcome_of
 
 _LOG = logging.getLogger("proxy")
 _METHOD_NOT_ALLOWED = 405
@@ -34,20 +35,18 @@ def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI
     endpoints = tuple(Endpoint(item) for item in config.endpoints)
     pools = Pools(endpoints, config.excluded_pairs, _log_change)
     http = make_http_client(config.timeouts)
-    client = EngineClient(http, config.timeouts)
+    client = EngineClient(http)
     metrics = Metrics(endpoints)
     key = config.engine_api_key
     probe_headers = {"authorization": f"Bearer {key}"} if key else {}
     watcher = Watcher(pools, client, config.health_interval, probe_headers, time.monotonic)
     handoffs = Handoffs(
+        config=config,
         pools=pools,
         scheduler=Scheduler(pools, BestPicker(rng or random.Random())),  # noqa: S311 - spreads load, guards nothing
         connector=CONNECTORS[config.connector](),
         client=client,
         metrics=metrics,
-        timeouts=config.timeouts,
-        fallback=config.fallback,
-        api_key=config.engine_api_key,
         clock=time.monotonic,
     )
 
@@ -62,7 +61,8 @@ def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI
                 await watching
             await http.aclose()
 
-    app = FastAPI(title="pdcluster", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="pdcluster", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
+    app.state.metrics = metrics
     app.include_router(make_router(Services(config, handoffs, client, watcher, metrics)))
     app.add_exception_handler(ProxyError, _answer_proxy_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -73,7 +73,7 @@ def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI
 async def _answer_proxy_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ProxyError):
         raise TypeError(type(error))
-    return error_response(error, anthropic=_is_anthropic(request))
+    return _counted(request, error)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -85,12 +85,19 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         ours = MethodNotAllowedError(f"{request.method} is not allowed here", headers=dict(error.headers or {}))
     else:
         ours = NotFoundError("there is no such route; /v1/chat/completions is one", code="unknown_route")
-    return error_response(ours, anthropic=_is_anthropic(request))
+    return _counted(request, ours)
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     _LOG.error("bug while answering %s", request.url.path, exc_info=error)
     return error_response(ProxyError("the router failed; its log says why"), anthropic=_is_anthropic(request))
+
+
+def _counted(request: Request, error: ProxyError) -> Response:
+    """Answer an error outside the routes that count for themselves."""
+    metrics: Metrics = request.app.state.metrics
+    metrics.requests.labels("other", outcome_of(error.status)).inc()
+    return error_response(error, anthropic=_is_anthropic(request))
 
 
 def _is_anthropic(request: Request) -> bool:

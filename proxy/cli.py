@@ -46,10 +46,16 @@ def proxy(  # noqa: PLR0913, PLR0917 - one parameter a flag
     max_body_mb: Annotated[int, typer.Option(min=1, help="Largest request body in MiB.")] = 64,
     connect_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to connect to an engine.")] = 5.0,
     prefill_timeout: Annotated[float, typer.Option(min=0, help="Seconds for a prefill; 0 is no limit.")] = 3600.0,
-    header_timeout: Annotated[float, typer.Option(min=0, help="Seconds for decode's headers; 0 is no limit.")] = 3600.0,
+    header_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds to decode's first event; 0 is no limit.")
+    ] = 3600.0,
     idle_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds between a stream's pieces; 0 is no limit.")
     ] = 300.0,
+    total_timeout: Annotated[float, typer.Option(min=0, help="Seconds for a whole request; 0 is no limit.")] = 0.0,
+    lease_seconds: Annotated[
+        float, typer.Option(min=0.1, help="How long prefill engines keep the KV of a handoff (kv_lease_duration).")
+    ] = 30.0,
     health_interval: Annotated[float, typer.Option(min=0.1, help="Seconds between health probes.")] = 2.0,
     shutdown_grace: Annotated[float, typer.Option(min=0, help="Seconds for streams to end at a stop.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -70,7 +76,9 @@ def proxy(  # noqa: PLR0913, PLR0917 - one parameter a flag
             prefill=prefill_timeout or None,
             headers=header_timeout or None,
             idle=idle_timeout or None,
+            total=total_timeout or None,
         ),
+        lease_seconds=lease_seconds,
         health_interval=health_interval,
         engine_api_key=os.environ.get("PDCLUSTER_ENGINE_API_KEY") or None,
     )
@@ -102,7 +110,8 @@ def _endpoints(given: list[str], role: Literal["prefill", "decode"]) -> list[End
             known_port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             known_port = 0
-        if parts.scheme not in ("http", "https") or not parts.hostname or not known_port:
+        known = parts.scheme in ("http", "https") and parts.hostname and known_port
+        if not known or parts.query or parts.fragment or parts.username:
             raise UsageError(
                 f"--{role} {text}: not a URL; give one such as http://10.0.0.1:8100, with NAME= before it or not"
             )
@@ -157,6 +166,14 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _allow_many_files() -> None:
+    """Use all the open files that this user may have: a streamed request takes up to three connections."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _serve(config: ProxyConfig, listener: socket.socket, grace: float, log_level: str) -> None:
     import logging
     import signal
@@ -172,6 +189,7 @@ def _serve(config: ProxyConfig, listener: socket.socket, grace: float, log_level
             self.force_exit = self.force_exit or self.should_exit
             super().handle_exit(sig, frame)
 
+    _allow_many_files()
     # uvicorn raises the signal again once it has stopped in order; that is no failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 

@@ -21,7 +21,8 @@ class EndpointConfig:
 class Timeouts:
     """Limits in seconds, apart for each phase; None is no limit.
 
-    `prefill` and `headers` are long by default: a million tokens take many minutes to prefill.
+    `prefill` and `headers` (up to a stream's first event) are long by default: a million tokens take many minutes to
+    prefill. `idle` is the time between a stream's pieces, `total` that of the whole request.
     """
 
     connect: float = 5.0
@@ -36,7 +37,8 @@ class ProxyConfig:
     """Everything that `create_app` needs.
 
     `excluded_pairs` are (prefill, decode) names that must not serve together; `fallback` says what happens when no
-    prefill is usable: "decode" serves on decode alone, "none" answers 503.
+    prefill is usable: "decode" serves on decode alone, "none" answers 503. `lease_seconds` is how long prefill engines
+    keep the KV of a handoff (vLLM's `kv_lease_duration`): one that has become nearly as old is never sent.
     """
 
     endpoints: tuple[EndpointConfig, ...]
@@ -46,4 +48,5 @@ class ProxyConfig:
     max_body_bytes: int = 64 * 1024 * 1024
     timeouts: Timeouts = Timeouts()
     health_interval: float = 2.0
+    lease_seconds: float = 30.0
     engine_api_key: str | None = None

@@ -72,9 +72,10 @@ class EngineFailedError(ProxyError):
     status = 502
     kind = "upstream_error"
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, counts: bool = True) -> None:
         super().__init__(message, code="engine_failed")
         self.refused = refused  # nobody listens there: the endpoint is out at once
+        self.counts = counts  # against the endpoint's health; overload and our own limits don't
 
 
 class NoEndpointError(ProxyError):

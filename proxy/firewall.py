@@ -20,15 +20,27 @@ _TO_ENGINE = ("content-type", "accept", "traceparent", "tracestate", "anthropic-
 _TO_CLIENT = ("content-type", "retry-after", "www-authenticate")
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 _NULL_TRANSFER = re.compile(rb',\s*"(?:kv|ec)_transfer_params":\s*null')
+_SET_TRANSFER = re.compile(rb'"(?:kv|ec)_transfer_params":\s*\{')
 
 
 def refuse_transfer_fields(fields: Mapping[str, Any]) -> None:
-    """Raise `BadRequestError` where the client set a field that steers engines; null and {} are let through."""
+    """Raise `BadRequestError` where the client set a field that steers engines; null and {} are let through.
+
+    vLLM 0.32 copies `vllm_xargs` to where its connectors look for the same fields. There even an empty value is
+    refused: one that is neither null nor an object ends the engine.
+    """
+    extra = fields.get("vllm_xargs")
     for name in TRANSFER_FIELDS:
         if fields.get(name):
-            raise BadRequestError(
-                f"{name} is set by the router and may not be sent by a client; remove it", code="forbidden_field"
-            )
+            raise _forbidden(name)
+        if isinstance(extra, dict) and name in extra:
+            raise _forbidden(f"vllm_xargs.{name}")
+
+
+def _forbidden(name: str) -> BadRequestError:
+    return BadRequestError(
+        f"{name} is set by the router and may not be sent by a client; remove it", code="forbidden_field"
+    )
 
 
 def has_transfer_fields(fields: Mapping[str, Any]) -> bool:
@@ -69,14 +81,40 @@ def new_request_id() -> str:
 
 
 async def clean_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Take null handoff fields out of a stream's events, wherever its pieces are cut; whole events come out."""
+    """Take handoff fields out of a stream's events, wherever its pieces are cut; whole events come out."""
     held = b""
     async for chunk in chunks:
         events, mark, held = (held + chunk).rpartition(b"\n\n")
         if mark:
-            yield _NULL_TRANSFER.sub(b"", events) + mark
+            events = _NULL_TRANSFER.sub(b"", events)
+            if _SET_TRANSFER.search(events):
+                events = b"\n".join(map(_clean_line, events.split(b"\n")))
+            yield events + mark
     if held:
         yield held
+
+
+def _clean_line(line: bytes) -> bytes:
+    """Take handoff fields that are set out of one line of an event and of the response it carries."""
+    name, mark, data = line.partition(b"data: ")
+    if name or not _SET_TRANSFER.search(data):
+        return line
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return line
+    for part in (value, value.get("response") if isinstance(value, dict) else None):
+        if isinstance(part, dict):
+            for field in TRANSFER_FIELDS:
+                part.pop(field, None)
+    return mark + _dump(value)
+
+
+def _dump(value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # a lone surrogate has no UTF-8
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def clean_reply(body: bytes, asked: Mapping[str, Any]) -> bytes:
@@ -99,4 +137,4 @@ def clean_reply(body: bytes, asked: Mapping[str, Any]) -> bytes:
     if isinstance(value, dict):
         for name in suspects:
             value.pop(name, None)
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return _dump(value)

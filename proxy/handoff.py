@@ -10,14 +10,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
-from proxy.config import Timeouts
+from proxy.config import ProxyConfig
 from proxy.connectors.base import Connector
 from proxy.endpoints import Endpoint, Pools
-from proxy.engine_client import EngineClient, EngineReply
+from proxy.engine_client import EngineClient, EngineReply, EngineStream, Limit
 from proxy.errors import EngineFailedError, EngineTimeoutError, NoEndpointError
 from proxy.firewall import (
     clean_events,
@@ -29,9 +29,9 @@ from proxy.firewall import (
     without_transfer_fields,
 )
 from proxy.metrics import Metrics
-from proxy.peek import first_events
+from proxy.peek import RefusedEvent, first_events
 from proxy.relay import Answer
-from proxy.request import InferenceRequest, why_aggregated
+from proxy.request import InferenceRequest, dump, why_aggregated
 from proxy.scheduling.base import Placement
 from proxy.scheduling.profile import Scheduler
 from proxy.trace import Trace
@@ -39,21 +39,21 @@ from proxy.trace import Trace
 _LOG = logging.getLogger("proxy.handoff")
 _ATTEMPTS = 2
 _OK = 200
-_CLIENT_ERROR, _SERVER_ERROR = 400, 500
+_CLIENT_ERROR, _SERVER_ERROR, _OVERLOADED = 400, 500, 503
+# Of the lease; what is left is for decode to be reached and to send its first heartbeat.
+_USABLE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Handoffs:
-    """Serves requests on pairs. `fallback` is "decode" or "none", see `ProxyConfig`."""
+    """Serves requests on pairs."""
 
+    config: ProxyConfig
     pools: Pools
     scheduler: Scheduler
     connector: Connector
     client: EngineClient
     metrics: Metrics
-    timeouts: Timeouts
-    fallback: Literal["decode", "none"]
-    api_key: str | None
     clock: Callable[[], float]
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ class Handoffs:
 
     def count_fallback(self, reason: str, trace: Trace) -> None:
         """Note that decode serves alone because prefill could not; refuse where the policy says so."""
-        if self.fallback == "none":
+        if self.config.fallback == "none":
             raise NoEndpointError(f"no prefill can serve this request ({reason}) and the fallback is off")
         trace.path, trace.reason = "aggregated", reason
         self.metrics.fallbacks.labels(reason).inc()
@@ -108,12 +108,15 @@ class _Attempt:
         self._trace = trace
         self._stack = stack
         self._last = last
-        self._headers = headers_for_engine(request.headers, new_request_id(), handoffs.api_key)
+        self._headers = headers_for_engine(request.headers, new_request_id(), handoffs.config.engine_api_key)
+        self._timeouts = handoffs.config.timeouts
+        self._pause = self._timeouts.headers  # the longest wait for a stream's next piece
         self.failed: list[str] = []
 
     async def answer(self) -> Answer:
         """Run the legs; raises `EngineFailedError` where another attempt may help."""
         self._stack.enter_context(self._placement.decode.reserved())
+        self._trace.prefill_began = self._trace.prefill_ended = None
         if self._placement.prefill is None:
             self._count_alone(self._placement.reason)
             return await self._decode(self._alone_body())
@@ -126,6 +129,14 @@ class _Attempt:
             self._of.count_fallback("prefill_failed" if reply is None else "no_handoff", self._trace)
             return await self._decode(self._alone_body())
         return await self._decode_with(handoff)
+
+    def _limit(self, seconds: float | None) -> Limit:
+        """Return a phase's limit, or what is left of the whole request's where that is less."""
+        total = self._timeouts.total
+        if total is None:
+            return Limit(seconds)
+        left = max(0.0, self._trace.began + total - self._of.clock())
+        return Limit(left, total) if seconds is None or left < seconds else Limit(seconds)
 
     def _count_alone(self, reason: str) -> None:
         if reason == "no_prefill":
@@ -146,10 +157,10 @@ class _Attempt:
                     body,
                     self._headers,
                     leg="prefill",
-                    limit=self._of.timeouts.prefill,
+                    limit=self._limit(self._timeouts.prefill),
                 )
             if reply.status >= _SERVER_ERROR:
-                raise EngineFailedError(f"prefill: {prefill.name} answered {reply.status}")
+                raise _answered("prefill", prefill, reply.status)
         except EngineFailedError as error:
             self._note_failure(prefill, error, "prefill")
             if not self._last or isinstance(error, EngineTimeoutError):
@@ -163,6 +174,7 @@ class _Attempt:
         """Run the decode leg; count the handoff as stranded where decode isn't known to have taken it."""
         taken = False
         try:
+            self._refuse_stale()
             answer = await self._decode(self._of.connector.decode_body(self._request, handoff))
             taken = True
             return answer
@@ -170,10 +182,24 @@ class _Attempt:
             if not taken:
                 self._of.metrics.stranded.inc()
 
+    def _refuse_stale(self) -> None:
+        """Raise where prefill may have freed the KV by the time decode asks for it: decode would answer nonsense."""
+        ended = self._trace.prefill_ended
+        age = 0.0 if ended is None else self._of.clock() - ended
+        if age >= self._of.config.lease_seconds * _USABLE:
+            self._of.metrics.retries.labels("lease").inc(0 if self._last else 1)
+            raise EngineFailedError(f"handoff: dropped after {age:.1f} s, prefill's lease is nearly over")
+
     async def _decode(self, body: bytes) -> Answer:
         decode = self._placement.decode
         try:
             answer = await (self._decode_stream(body) if self._request.stream else self._decode_whole(body))
+            if answer.status >= _SERVER_ERROR:
+                failure = _answered("decode", decode, answer.status)
+                if not self._last:
+                    raise failure
+                self._note_failure(decode, failure, "decode")
+                return answer
         except EngineFailedError as error:
             self._note_failure(decode, error, "decode")
             raise
@@ -187,41 +213,57 @@ class _Attempt:
             body,
             self._headers,
             leg="decode",
-            limit=self._of.timeouts.headers,
+            limit=self._limit(self._timeouts.headers),
         )
         self._trace.first_byte = self._of.clock()
-        if reply.status >= _SERVER_ERROR and not self._last:
-            raise EngineFailedError(f"decode: {self._placement.decode.name} answered {reply.status}")
-        if reply.status >= _SERVER_ERROR:
-            self._of.pools.failed(self._placement.decode, f"answered {reply.status}")
         return _passed_on(reply, clean_reply(reply.body, self._request.fields))
 
     async def _decode_stream(self, body: bytes) -> Answer:
         stream = await self._stack.enter_async_context(
-            self._of.client.stream(self._placement.decode, self._request.kind.route, body, self._headers, leg="decode")
+            self._of.client.stream(
+                self._placement.decode,
+                self._request.kind.route,
+                body,
+                self._headers,
+                leg="decode",
+                patience=lambda: self._limit(self._pause),
+            )
         )
-        if stream.status != _OK:
-            rest = b"".join([chunk async for chunk in stream.chunks])
-            if stream.status >= _SERVER_ERROR and not self._last:
-                raise EngineFailedError(f"decode: {self._placement.decode.name} answered {stream.status}")
-            return _passed_on(EngineReply(stream.status, stream.headers, rest))
+        if stream.status != _OK or not stream.headers.get("content-type", "").startswith("text/event-stream"):
+            return await self._gathered(stream)
         chunks = clean_events(stream.chunks) if self._request.kind.echoes_request else stream.chunks
-        head = await first_events(chunks, self._request.kind)
+        try:
+            head = await first_events(chunks, self._request.kind)
+        except RefusedEvent as refused:
+            return Answer(refused.status, {"content-type": "application/json"}, refused.body)
         self._trace.first_byte = self._of.clock()
+        self._pause = self._timeouts.idle
         return Answer(_OK, headers_for_client(stream.headers), head, chunks)
+
+    async def _gathered(self, stream: EngineStream) -> Answer:
+        """Return an answer that is no stream, though one was asked for: errors mostly."""
+        body = b"".join([chunk async for chunk in stream.chunks])
+        reply = EngineReply(stream.status, stream.headers, body)
+        return _passed_on(reply, clean_reply(body, self._request.fields))
 
     def _alone_body(self) -> bytes:
         """Return the client's bytes; written anew only to drop a transfer field that was null."""
         if has_transfer_fields(self._request.fields):
-            return orjson.dumps(without_transfer_fields(self._request.fields))
+            return dump(without_transfer_fields(self._request.fields))
         return self._request.raw
 
     def _note_failure(self, endpoint: Endpoint, error: EngineFailedError, leg: str) -> None:
         self.failed.append(endpoint.name)
-        self._of.pools.failed(endpoint, error.message, fatal=error.refused)
+        if error.counts:
+            self._of.pools.failed(endpoint, error.message, fatal=error.refused)
         if not self._last and not isinstance(error, EngineTimeoutError):
             self._of.metrics.retries.labels(leg).inc()
         _LOG.warning("%s", error.message)
+
+
+def _answered(leg: str, endpoint: Endpoint, status: int) -> EngineFailedError:
+    """Return the error for a 5xx; 503 is how an engine says that it is full, which is no sign of ill health."""
+    return EngineFailedError(f"{leg}: {endpoint.name} answered {status}", counts=status != _OVERLOADED)
 
 
 def _passed_on(reply: EngineReply, body: bytes | None = None) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 
 from proxy.endpoints import Endpoint, Pools
@@ -10,6 +11,7 @@ from proxy.engine_client import EngineClient
 from proxy.errors import EngineFailedError, EngineTimeoutError
 from proxy.kv_transfer_metrics import KvTransferCollector
 
+_LOG = logging.getLogger("proxy.load")
 _PROBE_LIMIT_S = 5.0
 _SCRAPE_LIMIT_S = 1.0
 _FRESH_S = 1.0
@@ -72,5 +74,9 @@ class Watcher:
 
     async def _probe_for_ever(self, endpoint: Endpoint) -> None:
         while True:
-            await self.probe(endpoint)
+            try:
+                await self.probe(endpoint)
+            except Exception as error:  # noqa: BLE001 - a bug here must not end the probes of all endpoints
+                _LOG.exception("bug while probing %s", endpoint.name)
+                self._pools.failed(endpoint, f"cannot be probed: {type(error).__name__}", fatal=True)
             await asyncio.sleep(self._interval)

@@ -32,7 +32,7 @@ class Metrics:
         self.stranded = counter("handoffs_stranded", "Prefills whose KV no decode is known to have taken")
         self.queue = histogram("queue_seconds", "Body read to placement", _LONG)
         self.prefill = histogram("prefill_seconds", "Prefill leg", _LONG)
-        self.handoff = histogram("handoff_seconds", "Prefill's reply to decode's first byte", _LONG)
+        self.handoff = histogram("handoff_seconds", "Prefill's reply to a stream's first event", _LONG)
         self.ttft = histogram("time_to_first_token_seconds", "Request to first event of a stream", _LONG, "route")
         self.tpot = histogram("time_per_output_token_seconds", "Mean time between a stream's events", _TOKEN, "route")
         self.total = histogram("request_seconds", "Request to the last byte", _LONG, "route")
@@ -51,7 +51,7 @@ class Metrics:
         if trace.prefill_began is not None and trace.prefill_ended is not None:
             self.prefill.observe(trace.prefill_ended - trace.prefill_began)
         if trace.first_byte is not None:
-            if trace.prefill_ended is not None:
+            if trace.events and trace.prefill_ended is not None:
                 self.handoff.observe(trace.first_byte - trace.prefill_ended)
             if trace.events:
                 self.ttft.labels(trace.route).observe(trace.first_byte - trace.began)

@@ -13,12 +13,23 @@ from proxy.errors import EngineFailedError
 from proxy.request import ApiKind
 
 _LONGEST_PEEK = 1 << 20
+_CLIENT_ERRORS = range(400, 500)
+
+
+class RefusedEvent(Exception):  # noqa: N818 - an outcome, no failure of ours or the engine's
+    """The first event says that the request itself was wrong; `status` and `body` are the engine's answer to it."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(status)
+        self.status = status
+        self.body = body
 
 
 async def first_events(chunks: AsyncIterator[bytes], kind: ApiKind) -> bytes:
-    """Return the bytes up to and including the first event that is no preamble; raises `EngineFailedError`.
+    """Return the bytes up to and including the first event that is no preamble.
 
-    Bytes are returned as they came; a stream that ends before such an event has failed.
+    Raises `RefusedEvent` for an error that is the client's, `EngineFailedError` for any other. Bytes are returned
+    as they came; a stream that ends before such an event has failed.
     """
     held = b""
     looked_at = 0
@@ -27,7 +38,7 @@ async def first_events(chunks: AsyncIterator[bytes], kind: ApiKind) -> bytes:
         while (cut := _event_end(held, looked_at)) is not None:
             event, looked_at = held[looked_at:cut].lstrip(b"\r\n"), cut
             if event.startswith(kind.failures):
-                raise EngineFailedError(f"decode: {_message(event)}")
+                raise _failure(event)
             if event and not event.startswith(b":") and not any(mark in event for mark in kind.preamble):
                 return held
         if len(held) > _LONGEST_PEEK:
@@ -41,11 +52,15 @@ def _event_end(data: bytes, start: int) -> int | None:
     return min(ends) if ends else None
 
 
-def _message(event: bytes) -> str:
-    """Return the engine's words in an error event."""
+def _failure(event: bytes) -> Exception:
+    """Return the error that an error event stands for, with the engine's words."""
     _, _, data = event.partition(b"data:")
     try:
         error = json.loads(data).get("error", {})
-        return str(error.get("message") if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
-        return "the engine reported an error in its stream"
+        return EngineFailedError("decode: the engine reported an error in its stream")
+    if not isinstance(error, dict):
+        return EngineFailedError(f"decode: {error}")
+    if error.get("code") in _CLIENT_ERRORS:
+        return RefusedEvent(error["code"], data.strip())
+    return EngineFailedError(f"decode: {error.get('message')}")

@@ -15,6 +15,7 @@ from proxy.trace import Trace
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CARRY = 48  # bytes kept from one chunk to the next, longer than any terminator
+_DONE = b"data: [DONE]"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -30,17 +31,23 @@ class Answer:
 
 @dataclass(slots=True)
 class StreamEnd:
-    """Tells whether a stream ended with the event that its API ends with, wherever the chunks are cut."""
+    """Tells how a stream ended, wherever its chunks are cut.
 
-    terminators: tuple[bytes, ...]
+    `complete`: with the event that its API ends with. `failed`: the engine itself reported an error in it.
+    """
+
+    kind: ApiKind
     complete: bool = False
+    failed: bool = False
     _carry: bytes = field(default=b"\n")
 
     def feed(self, chunk: bytes) -> None:
         """Look at the next bytes."""
         text = self._carry + chunk
-        if any(mark in text for mark in self.terminators):
+        if any(mark in text for mark in self.kind.terminators):
             self.complete = True
+        if any(b"\n" + mark in text for mark in self.kind.failures):
+            self.failed = True
         self._carry = text[-_CARRY:]
 
 
@@ -52,16 +59,19 @@ async def send_answer(
         await send_whole(answer.status, {**answer.headers, **headers}, answer.body, send)
         return
     await _start(answer.status, {**answer.headers, **_STREAM_HEADERS, **headers}, send)
-    end = StreamEnd(kind.terminators)
+    end = StreamEnd(kind)
     try:
         await _pass_on(answer.body, end, send, trace, clock)
         async for chunk in answer.chunks:
             await _pass_on(chunk, end, send, trace, clock)
-        if not end.complete:
+        if not end.complete and not end.failed:
             raise EngineFailedError("decode: the engine ended the stream before it was complete")
     except EngineFailedError as error:
+        if not end.complete and not end.failed:
+            trace.outcome = "upstream_aborted"
+            await send({"type": "http.response.body", "body": error_event(error, kind), "more_body": True})
+    if end.failed:
         trace.outcome = "upstream_aborted"
-        await send({"type": "http.response.body", "body": error_event(error, kind), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -85,6 +95,9 @@ async def _start(status: int, headers: Mapping[str, str], send: Send) -> None:
 
 async def _pass_on(chunk: bytes, end: StreamEnd, send: Send, trace: Trace, clock: Callable[[], float]) -> None:
     end.feed(chunk)
+    if end.failed:  # what failed must not end like what succeeded
+        chunk = chunk.partition(_DONE)[0]
+    trace.complete = end.complete
     trace.events += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
     trace.last_byte = clock()
     await send({"type": "http.response.body", "body": chunk, "more_body": True})

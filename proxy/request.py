@@ -29,10 +29,13 @@ class ApiKind:
     failures: tuple[bytes, ...]
     anthropic: bool = False
     has_ignore_eos: bool = True
+    has_store: bool = False
     echoes_request: bool = False
 
 
 _OPENAI_FAILURES = (b'data: {"error"', b'data: {"object":"error"')
+_TRUE_WORDS = ("true", "t", "yes", "y", "on", "1")  # pydantic's
+_MAX_DEPTH = 128
 
 KINDS: Mapping[str, ApiKind] = {
     kind.route: kind
@@ -61,6 +64,7 @@ KINDS: Mapping[str, ApiKind] = {
             ),
             preamble=(b"event: response.created", b"event: response.in_progress"),
             failures=(b"event: error", b"event: response.failed", *_OPENAI_FAILURES),
+            has_store=True,
             echoes_request=True,
         ),
         ApiKind(
@@ -88,8 +92,17 @@ class InferenceRequest:
 
     @property
     def stream(self) -> bool:
-        """Tell whether the client wants events."""
-        return self.fields.get("stream") is True
+        """Tell whether the client wants events, by the values that engines take for true."""
+        value = self.fields.get("stream")
+        return value.lower() in _TRUE_WORDS if isinstance(value, str) else value in (True, 1)
+
+
+def dump(body: Mapping[str, Any]) -> bytes:
+    """Write JSON; what orjson refuses (lone surrogates, integers over 64 bits) is written by the slow way."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        return json.dumps(body, separators=(",", ":")).encode()
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -102,7 +115,23 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         value = _parse_leniently(raw, error)
     if not isinstance(value, dict):
         raise BadRequestError(f"the body must be a JSON object, not {type(value).__name__}")
+    if raw.count(b"{") + raw.count(b"[") > _MAX_DEPTH and _is_deeper(value, _MAX_DEPTH):
+        raise BadRequestError(f"the body is nested more than {_MAX_DEPTH} deep")
     return value
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _parse_leniently(raw: bytes, first: orjson.JSONDecodeError) -> Any:
@@ -119,7 +148,7 @@ def why_aggregated(fields: Mapping[str, Any]) -> str | None:
     vLLM 0.32 hands over the KV of one prompt with one choice, and recomputes where prompt log-probabilities are asked.
     """
     for key in ("n", "best_of"):
-        if isinstance(fields.get(key), int | float) and fields[key] > 1:
+        if _number(fields.get(key)) > 1:
             return key
     if _many_prompts(fields.get("prompt")):
         return "prompt_list"
@@ -127,6 +156,14 @@ def why_aggregated(fields: Mapping[str, Any]) -> str | None:
         if fields.get(key) is not None:
             return key
     return next((key for key in ("echo", "use_beam_search", "background") if fields.get(key)), None)
+
+
+def _number(value: Any) -> float:
+    """Return a number as engines read it, from a string too; 0 for anything else, which they refuse."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else 0
+    except (ValueError, OverflowError):
+        return 0
 
 
 def _many_prompts(prompt: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from proxy.config import ProxyConfig
-from proxy.engine_client import EngineClient, EngineReply
+from proxy.engine_client import EngineClient, EngineReply, Limit
 from proxy.errors import (
     BodyTooLargeError,
     EngineFailedError,
@@ -25,18 +25,20 @@ from proxy.errors import (
 )
 from proxy.firewall import (
     clean_reply,
+    has_transfer_fields,
     headers_for_client,
     headers_for_engine,
     new_request_id,
     refuse_transfer_fields,
     safe_request_id,
+    without_transfer_fields,
 )
 from proxy.handoff import Handoffs
 from proxy.load import Watcher
 from proxy.metrics import Metrics
 from proxy.relay import send_answer, send_whole
-from proxy.request import KINDS, ApiKind, InferenceRequest, parse_object
-from proxy.trace import Outcome, Trace
+from proxy.request import KINDS, ApiKind, InferenceRequest, dump, parse_object
+from proxy.trace import Trace, outcome_of
 
 _LOG = logging.getLogger("proxy.routes")
 
@@ -51,6 +53,7 @@ PASSED_ON: Mapping[str, tuple[str, ...]] = {
     "/v1/rerank": ("POST",),
     "/rerank": ("POST",),
     "/v2/rerank": ("POST",),
+    "/v2/embed": ("POST",),
     "/classify": ("POST",),
     "/pooling": ("POST",),
     "/version": ("GET",),
@@ -68,10 +71,14 @@ NOT_SERVED: Mapping[str, str] = {
     "/v1/responses/{response_id}": "responses are not stored: engines keep no shared state",
     "/v1/responses/{response_id}/cancel": "responses are not stored: engines keep no shared state",
     "/inference/v1/generate": "the token-in token-out API is not relayed",
+    "/v1/chat/completions/batch": "several conversations in one call cannot be split over prefill and decode",
+    "/cohere/v2/chat": "Cohere's chat API is not relayed",
+    "/v1/images/edits": "images are not served by prefill and decode pools",
+    "/v1/moderations": "there is no moderation model behind this endpoint",
 }
 _ANY_METHOD = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _CALL_LIMIT_S = 600.0
-_CLIENT_ERROR, _SERVER_ERROR, _UNAVAILABLE = 400, 500, 503
+_CLIENT_ERROR, _UNAVAILABLE = 400, 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,35 +116,56 @@ def error_response(error: ProxyError, *, anthropic: bool = False) -> Response:
 
 
 def _inference_route(services: Services, kind: ApiKind) -> Any:
+    def respond(request: Request, raw: bytes, fields: Mapping[str, Any], trace: Trace) -> Response:
+        given = safe_request_id(request.headers.get("x-request-id"))
+        return _InferenceResponse(services, InferenceRequest(kind, raw, fields, request.headers, given), trace)
+
+    return _counted_route(services, kind.route, respond, anthropic=kind.anthropic)
+
+
+def _passing_route(services: Services, path: str) -> Any:
+    def respond(request: Request, raw: bytes, fields: Mapping[str, Any], trace: Trace) -> Response:
+        return _PassedOnResponse(services, request, raw, fields, trace)
+
+    return _counted_route(services, path, respond, anthropic=path.startswith("/v1/messages"))
+
+
+def _counted_route(
+    services: Services,
+    path: str,
+    respond: Callable[[Request, bytes, Mapping[str, Any], Trace], Response],
+    *,
+    anthropic: bool,
+) -> Any:
+    """Return a handler that reads and checks the body, and counts the request where it goes no further."""
+    clock = services.handoffs.clock
+
     async def handle(request: Request) -> Response:
-        clock = services.handoffs.clock
-        trace = Trace(kind.route, clock())
+        trace = Trace(path, clock())
         try:
             raw = await read_body(request, services.config.max_body_bytes)
             trace.began = clock()
-            fields = parse_object(raw)
+            fields = parse_object(raw) if request.method == "POST" else {}
             refuse_transfer_fields(fields)
         except ProxyError as error:
             trace.outcome, trace.ended = "client_error", clock()
             services.metrics.observe(trace)
-            return error_response(error, anthropic=kind.anthropic)
+            return error_response(error, anthropic=anthropic)
         except ClientDisconnect:
             trace.outcome, trace.ended = "client_cancelled", clock()
             services.metrics.observe(trace)
             return Response(status_code=_CLIENT_ERROR)
-        given = safe_request_id(request.headers.get("x-request-id"))
-        return _InferenceResponse(services, InferenceRequest(kind, raw, fields, request.headers, given), trace)
+        return respond(request, raw, fields, trace)
 
     return handle
 
 
-class _InferenceResponse(Response):
-    """Runs the request while it watches the client: one that leaves, in whatever phase, ends both legs."""
+class _WatchedResponse(Response):
+    """Runs a request while it watches the client: one that leaves, in whatever phase, ends every engine call."""
 
-    def __init__(self, services: Services, request: InferenceRequest, trace: Trace) -> None:
+    def __init__(self, services: Services, trace: Trace) -> None:
         super().__init__()
         self._services = services
-        self._request = request
         self._trace = trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
@@ -146,17 +174,32 @@ class _InferenceResponse(Response):
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._trace.outcome = "client_cancelled"
+                if not self._trace.complete:
+                    self._trace.outcome = "client_cancelled"
                 work.cancel()
             await asyncio.gather(work, return_exceptions=True)
         finally:
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+            error = None if work.cancelled() else work.exception()
+            if error is not None:
+                self._trace.outcome = "internal_error"
             self._trace.ended = self._services.handoffs.clock()
             self._services.metrics.observe(self._trace)
-        if not work.cancelled() and (error := work.exception()) is not None:
+        if error is not None:
             raise error
+
+    async def _serve(self, send: Send) -> None:
+        raise NotImplementedError
+
+
+class _InferenceResponse(_WatchedResponse):
+    """Serves on a pair."""
+
+    def __init__(self, services: Services, request: InferenceRequest, trace: Trace) -> None:
+        super().__init__(services, trace)
+        self._request = request
 
     async def _serve(self, send: Send) -> None:
         request, trace = self._request, self._trace
@@ -164,26 +207,57 @@ class _InferenceResponse(Response):
         try:
             async with self._services.handoffs.serve(request, trace) as answer:
                 own["x-pdcluster-path"] = f"{trace.path}; reason={trace.reason}" if trace.reason else trace.path
-                trace.outcome = _outcome(answer.status)
+                trace.outcome = outcome_of(answer.status)
                 await send_answer(answer, own, request.kind, send, trace, self._services.handoffs.clock)
         except ProxyError as error:
-            trace.outcome = _outcome(error.status)
+            trace.outcome = outcome_of(error.status)
             body = orjson.dumps(error_body(error, anthropic=request.kind.anthropic))
             headers = {"content-type": "application/json", **error.headers, **own}
             await send_whole(error.status, headers, body, send)
 
 
+class _PassedOnResponse(_WatchedResponse):
+    """Serves by one call to the ready decode endpoint with the fewest requests in flight."""
+
+    def __init__(
+        self, services: Services, request: Request, raw: bytes, fields: Mapping[str, Any], trace: Trace
+    ) -> None:
+        super().__init__(services, trace)
+        self._request = request
+        self._raw = raw
+        self._fields = fields
+
+    async def _serve(self, send: Send) -> None:
+        request_id = safe_request_id(self._request.headers.get("x-request-id")) or new_request_id()
+        own = {"x-request-id": request_id}
+        try:
+            reply = await self._ask()
+        except ProxyError as error:
+            self._trace.outcome = outcome_of(error.status)
+            body = orjson.dumps(error_body(error, anthropic=self._trace.route.startswith("/v1/messages")))
+            await send_whole(error.status, {"content-type": "application/json", **error.headers, **own}, body, send)
+            return
+        self._trace.outcome = outcome_of(reply.status)
+        headers = {**headers_for_client(reply.headers), **own}
+        await send_whole(reply.status, headers, clean_reply(reply.body, self._fields), send)
+
+    async def _ask(self) -> EngineReply:
+        services, path = self._services, self._trace.route
+        ready = [endpoint for endpoint in services.handoffs.pools.of_role("decode") if endpoint.ready]
+        if not ready:
+            raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
+        endpoint = min(ready, key=lambda item: item.in_flight)
+        headers = headers_for_engine(self._request.headers, new_request_id(), services.config.engine_api_key)
+        with endpoint.reserved():
+            if self._request.method == "GET":
+                return await services.client.get(endpoint, path, _CALL_LIMIT_S, headers)
+            raw = dump(without_transfer_fields(self._fields)) if has_transfer_fields(self._fields) else self._raw
+            return await services.client.call(endpoint, path, raw, headers, leg=path, limit=Limit(_CALL_LIMIT_S))
+
+
 async def _client_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _outcome(status: int) -> Outcome:
-    if status < _CLIENT_ERROR:
-        return "ok"
-    if status < _SERVER_ERROR:
-        return "client_error"
-    return "unavailable" if status == _UNAVAILABLE else "engine_error"
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -202,35 +276,6 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise BodyTooLargeError(message)
         parts.append(part)
     return b"".join(parts)
-
-
-def _passing_route(services: Services, path: str) -> Any:
-    async def handle(request: Request) -> Response:
-        raw = await read_body(request, services.config.max_body_bytes)
-        fields: dict[str, Any] = {}
-        if request.method == "POST":
-            fields = parse_object(raw)
-            refuse_transfer_fields(fields)
-        reply = await _ask_one(services, request, path, raw)
-        headers = headers_for_client(reply.headers)
-        return Response(clean_reply(reply.body, fields), reply.status, headers)
-
-    return handle
-
-
-async def _ask_one(services: Services, request: Request, path: str, raw: bytes) -> EngineReply:
-    """Send a call to the ready decode endpoint with the fewest requests in flight."""
-    pools = services.handoffs.pools
-    ready = [endpoint for endpoint in pools.of_role("decode") if endpoint.ready]
-    if not ready:
-        raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
-    endpoint = min(ready, key=lambda item: item.in_flight)
-    request_id = safe_request_id(request.headers.get("x-request-id")) or new_request_id()
-    headers = headers_for_engine(request.headers, request_id, services.config.engine_api_key)
-    with endpoint.reserved():
-        if request.method == "GET":
-            return await services.client.get(endpoint, path, _CALL_LIMIT_S, headers)
-        return await services.client.call(endpoint, path, raw, headers, leg=path, limit=_CALL_LIMIT_S)
 
 
 def _refusing_route(path: str, reason: str) -> Any:

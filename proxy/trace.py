@@ -12,7 +12,19 @@ Outcome = Literal[
     "engine_error",  # 5xx answered before the first byte
     "upstream_aborted",  # the stream broke after the first byte
     "unavailable",  # nothing could take it
+    "internal_error",  # a bug of ours
 ]
+
+_CLIENT_ERROR, _SERVER_ERROR, _UNAVAILABLE = 400, 500, 503
+
+
+def outcome_of(status: int) -> Outcome:
+    """Return how a request ended by the status of its answer."""
+    if status < _CLIENT_ERROR:
+        return "ok"
+    if status < _SERVER_ERROR:
+        return "client_error"
+    return "unavailable" if status == _UNAVAILABLE else "engine_error"
 
 
 @dataclass(slots=True)
@@ -27,6 +39,7 @@ class Trace:
     first_byte: float | None = None
     last_byte: float | None = None
     events: int = 0
+    complete: bool = False  # the client has all of a stream, to its last event
     path: str = "disaggregated"
     reason: str = ""
     outcome: Outcome = "ok"

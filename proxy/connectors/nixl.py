@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from proxy.firewall import has_transfer_fields, without_transfer_fields
-from proxy.request import InferenceRequest
+from proxy.request import InferenceRequest, dump
 
 _ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -22,6 +21,7 @@ _DROPPED = (
     "stop_sequences",
     "logprobs",
     "top_logprobs",
+    "logprob_token_ids",
     "background",
 )
 _NEEDED = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
@@ -44,7 +44,7 @@ class NixlConnector:
         body["stream"] = False
         if "n" in body:
             body["n"] = 1
-        if "store" in body:
+        if request.kind.has_store or "store" in body:
             body["store"] = False
         if request.kind.has_ignore_eos:
             body["ignore_eos"] = True
@@ -73,11 +73,3 @@ class NixlConnector:
 def without_ec(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy without the encoder's transfer field."""
     return {name: value for name, value in body.items() if name != "ec_transfer_params"}
-
-
-def dump(body: Mapping[str, Any]) -> bytes:
-    """Write JSON; values that orjson refuses (lone surrogates, integers over 64 bits) are written by the slow way."""
-    try:
-        return orjson.dumps(body)
-    except TypeError:
-        return json.dumps(body, separators=(",", ":")).encode()
