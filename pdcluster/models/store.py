@@ -1,7 +1,9 @@
 """Keep made checkpoints: built aside, renamed into place, locked against a second builder, checked by checksum.
 
 `checksums.json` is written last and holds size, modification time and SHA-256 of every file. A check compares size
-and time, which costs nothing at each launch; where a time differs (a copied cache), the SHA-256 decides.
+and time, which costs nothing at each launch, where hashing smollm2's 538 MB would add a second or so; where only a
+time differs (a copied cache), the SHA-256 decides. What this cannot see is damage that keeps both size and time, such
+as a failing disk's: remove the directory to have the model made again.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,17 +21,23 @@ CHECKSUMS = "checksums.json"
 
 
 @contextmanager
-def lock(directory: Path) -> Iterator[None]:
-    """Hold the builders' lock of one checkpoint; waits for another builder to end."""
+def lock(directory: Path, say: Say) -> Iterator[None]:
+    """Hold the builders' lock of one checkpoint; says so while it waits for another builder to end."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(directory.name + ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that is making {directory.name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def make(directory: Path, build: Callable[[Path, Say], None], say: Say) -> None:
-    """Build into a directory beside the target, write the checksums, and swap it in."""
-    aside = Path(tempfile.mkdtemp(prefix=directory.name + ".", dir=directory.parent))
+    """Build into a directory beside the target, write the checksums, and swap it in; the caller holds the lock."""
+    aside = directory.with_name(directory.name + ".part")
+    shutil.rmtree(aside, ignore_errors=True)  # left by a builder that was killed
+    aside.mkdir()
     try:
         build(aside, say)
         files = sorted(path for path in aside.rglob("*") if path.is_file())
@@ -42,18 +49,23 @@ def make(directory: Path, build: Callable[[Path, Say], None], say: Say) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def is_sound(directory: Path, say: Say) -> bool:
-    """Tell whether a made checkpoint is there, whole and unchanged; says so when it is damaged."""
+def damage(directory: Path) -> list[str] | None:
+    """Return the files that are missing or changed: empty when all is whole, None when nothing was ever made."""
     try:
         sums = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
-        damaged = [name for name, known in sums.items() if not _matches(directory / name, known)]
+        return [name for name, known in sums.items() if not _matches(directory / name, known)] if sums else [CHECKSUMS]
     except FileNotFoundError:
-        return False
+        return None
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        damaged = [CHECKSUMS]
+        return [CHECKSUMS]
+
+
+def is_sound(directory: Path, say: Say) -> bool:
+    """Tell whether a made checkpoint is there and whole; says so when it is damaged. The caller holds the lock."""
+    damaged = damage(directory)
     if damaged:
         say(f"{directory}: {damaged[0]} is damaged; making the model again")
-    return not damaged
+    return damaged == []
 
 
 def sha256(path: Path) -> str:

@@ -1,8 +1,11 @@
 """Two tiny random models for tests, from a fixed seed, with smollm2's tokenizer.
 
 An ordinary small initialisation makes such a model emit one token for ever, whatever the prompt, and a comparison of
-two answers would prove nothing. The weights are therefore widened until the greedy answer depends on every part of
-the prompt; tests hold that.
+two answers would prove nothing. Widening everything alike doesn't help either: attention then sees one token of a
+thousand and is deaf to the rest. So the spread is set for each kind of matrix: attention scores of standard deviation
+1 to 2, so that every token of a long prompt has its share; values and their projection wide and embeddings narrow, so
+that this share outweighs the token at hand; an MLP wide enough to make a small difference a large one. Tests hold
+that the greedy answer depends on every part of a prompt, and that its first choice is rarely close to the second.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pdcluster.models.store import Say
 _SEED = 20261201
 _HIDDEN = 128
 _CONTEXT = 8192
-_WIDE = 0.4  # standard deviation of attention and MLP weights; transformers' default is 0.02
+_SPREAD = {"embed_tokens": 0.1, "lm_head": 1.0, "mlp": 0.2}  # standard deviations; transformers' default is 0.02
 
 
 def build_llama(directory: Path, say: Say) -> None:
@@ -30,11 +33,15 @@ def build_llama(directory: Path, say: Say) -> None:
         LlamaForCausalLM,
         LlamaConfig,
         {"num_key_value_heads": 2, "head_dim": 32, "num_attention_heads": 4, "intermediate_size": 256},
+        {"q_proj": 0.077, "k_proj": 0.11, "v_proj": 0.4, "o_proj": 0.8},
     )
 
 
 def build_mla(directory: Path, say: Say) -> None:
-    """Two dense layers with multi-head latent attention, as DeepSeek-V2 has it."""
+    """Two dense layers with multi-head latent attention, as DeepSeek-V2 has it.
+
+    vLLM's MLA backends take latent and rotary parts of 320, 512 or 576 together; here 256 + 64.
+    """
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM  # noqa: PLC0415 - heavy
 
     _build(
@@ -47,9 +54,9 @@ def build_mla(directory: Path, say: Say) -> None:
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "intermediate_size": 256,
-            "kv_lora_rank": 64,
+            "kv_lora_rank": 256,
             "q_lora_rank": None,
-            "qk_rope_head_dim": 32,
+            "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 32,
             "v_head_dim": 32,
             "first_k_dense_replace": 2,
@@ -60,10 +67,19 @@ def build_mla(directory: Path, say: Say) -> None:
             "n_group": 1,
             "topk_group": 1,
         },
+        {"q_proj": 0.05, "kv_a_proj_with_mqa": 0.09, "kv_b_proj": 0.4, "o_proj": 0.4},
     )
 
 
-def _build(directory: Path, name: str, say: Say, model_class: Any, config_class: Any, shape: dict[str, Any]) -> None:
+def _build(
+    directory: Path,
+    name: str,
+    say: Say,
+    model_class: Any,
+    config_class: Any,
+    shape: dict[str, Any],
+    spread: dict[str, float],
+) -> None:
     with quiet_transformers():
         import torch  # noqa: PLC0415 - heavy
 
@@ -81,17 +97,17 @@ def _build(directory: Path, name: str, say: Say, model_class: Any, config_class:
             **shape,
         )
         model = model_class(config).to(torch.float32)
-        _widen(model, torch)
+        _draw(model, _SPREAD | spread, torch)
         model.save_pretrained(directory)
     write_origin(directory, name, source_file())
 
 
-def _widen(model: Any, torch: Any) -> None:
+def _draw(model: Any, spread: dict[str, float], torch: Any) -> None:
     """Draw every matrix anew from one generator, in the order of its name, so that versions of libraries agree."""
     generator = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             if weight.dim() == 1:
                 continue  # the norms stay at one
-            spread = 1.0 if "embed" in name or "lm_head" in name else _WIDE
-            weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
+            (kind,) = (kind for kind in spread if kind in name.split("."))
+            weight.copy_(torch.randn(weight.shape, generator=generator) * spread[kind])

@@ -1,7 +1,9 @@
-"""Pools that differ from one another, another kind of model, and a launcher that is killed."""
+"""Pools that differ from one another, another kind of model, a launcher that is killed, and vLLM's own parser."""
 
 import os
 import signal
+import subprocess
+import sys
 
 import httpx
 import psutil
@@ -9,7 +11,7 @@ import pytest
 
 from pdcluster import processes
 from tests.e2e.answers import Ties, ask, same, token_prompt
-from tests.e2e.conftest import Cluster, aggregated_engine, eventually, free_port, metric, wait_healthy
+from tests.e2e.conftest import aggregated_engine, eventually, free_port, metric, wait_healthy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -43,9 +45,10 @@ def test_prefill_with_tp_2_and_decode_with_tp_1_and_ngram_speculation_give_the_a
     decode = cluster.engines("decode")["decode-0"]
     assert metric(decode, "vllm:spec_decode_num_draft_tokens_total") > 0
     assert metric(decode, "vllm:nixl_bytes_transferred_sum") > 0
+    cluster.down()  # its cores and ports are for the next test
 
 
-def test_a_model_with_latent_attention_gives_the_aggregated_answer(new_cluster, tmp_path):
+def test_a_model_with_latent_attention_and_a_launcher_that_is_killed(new_cluster, tmp_path):
     with aggregated_engine("tiny-mla", tmp_path) as aggregated:
         cluster = new_cluster("mla", "--model", "tiny-mla")
         wait_healthy(aggregated)
@@ -57,11 +60,11 @@ def test_a_model_with_latent_attention_gives_the_aggregated_answer(new_cluster, 
                 assert got.path == "disaggregated"
                 same(ask(aggregated, "completions", request), got, ties)
         assert metric(cluster.engines("decode")["decode-0"], "vllm:nixl_bytes_transferred_sum") > 0
+    after_kill_9_of_the_launcher_down_leaves_no_process(cluster)
 
 
-def test_after_kill_9_of_the_launcher_down_leaves_no_process(tmp_path):
-    cluster = Cluster(tmp_path, "killed", free_port())
-    cluster.launch("--model", "tiny")
+def after_kill_9_of_the_launcher_down_leaves_no_process(cluster):
+    """Checked on the cluster above, since each launch takes a minute."""
     members = cluster.processes()
     assert len(members) >= 7  # API server, engine core and worker of two engines, and the proxy
     launcher = cluster.record.launcher_pid
@@ -69,5 +72,37 @@ def test_after_kill_9_of_the_launcher_down_leaves_no_process(tmp_path):
     assert eventually(lambda: not processes.is_running(launcher, cluster.record.launcher_started))
     assert cluster.run("status").returncode == 1
     assert httpx.get(f"{cluster.url}/ready", timeout=10, trust_env=False).status_code == 200
-    cluster.down()
+    assert cluster.run("down", limit=120).returncode == 0
     assert not [process for process in members if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_vllms_own_parser_judges_the_planned_arguments(tmp_path):
+    environment = {**os.environ, "PDCLUSTER_CACHE": str(tmp_path)}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 2048}')
+
+    def check(*assignments):
+        command = [
+            sys.executable,
+            "-m",
+            "pdcluster",
+            "check",
+            "--port",
+            str(free_port()),
+            "--model",
+            str(tmp_path / "model"),
+        ]
+        command += [item for assignment in assignments for item in ("--set", assignment)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+    good = check("pools.decode.speculative={method: ngram, num_speculative_tokens: 3}", "pools.decode.max_num_seqs=4")
+    assert good.returncode == 0, good.stderr
+    bad = check(
+        "pools.decode.extra_args=[--no-such-flag]",
+        "pools.prefill.kv_cache_dtype=fp1",
+        "pools.decode.kv_cache_dtype=fp1",
+    )
+    assert bad.returncode == 2
+    assert "pools.decode: vLLM 0.32.0 refuses the arguments" in bad.stderr
+    assert "pools.prefill: vLLM 0.32.0 refuses the arguments" in bad.stderr
+    assert "Traceback" not in bad.stderr

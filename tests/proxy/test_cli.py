@@ -22,6 +22,8 @@ def run(*arguments):
         (("--prefill", "http://h:1"), "at least one decode engine"),
         (("--decode", "h:1"), "--decode h:1: not a URL"),
         (("--decode", "http://h:99999"), "not a URL"),
+        (("--decode", "http://h:1?x=1"), "not a URL"),
+        (("--decode", "http://key@h:1"), "not a URL"),
         (("--decode", "http://h:1", "--decode", "http://h:1"), "two endpoints have this name"),
         (("--decode", "a=http://h:1", "--decode", "b=http://h:1/"), "two endpoints have this url"),
         ((*GOOD, "--exclude-pair", "p:x"), "must be PREFILL:DECODE of these names: prefill ['p'], decode ['d']"),
@@ -55,6 +57,8 @@ def test_help_has_examples_and_every_flag():
         "--max-body-mb",
         "--shutdown-grace",
         "--fallback",
+        "--lease-seconds",
+        "--total-timeout",
     ):
         assert words in text
 

@@ -5,6 +5,7 @@ prefill issued, used once, under the same request id. Breaches are kept in `wire
 """
 
 import asyncio
+import gzip
 import json
 from dataclasses import dataclass, field
 
@@ -14,7 +15,14 @@ LIMIT_FIELDS = {
     "/v1/responses": ("max_output_tokens",),
     "/v1/messages": ("max_tokens",),
 }
-NOT_ON_PREFILL = ("min_tokens", "stream_options", "stop", "stop_token_ids", "stop_sequences")
+NOT_ON_PREFILL = (
+    "min_tokens",
+    "stream_options",
+    "stop",
+    "stop_token_ids",
+    "stop_sequences",
+    "logprob_token_ids",  # vLLM refuses it without logprobs, which need not be there either
+)
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Fault:
     handoff: object = "normal"  # what kv_transfer_params of a prefill's reply is
     byte_by_byte: bool = False
     cut_body: bool = False  # announce more than is sent
+    gzip: bool = False  # compress whatever is sent, though nobody asked
 
 
 @dataclass
@@ -72,6 +81,7 @@ class StandIn:
         self.health = 200
         self.metrics = ""
         self.tokens = 4
+        self.keep_alive = True  # else the connection is closed after each answer, without a word
         self.engine_id = f"{role}-{id(self):x}"
         self.connections = set()
 
@@ -104,6 +114,9 @@ class StandIn:
                 if not await work:
                     watch.cancel()
                     return
+                if not self.keep_alive:
+                    watch.cancel()
+                    return
                 carry = await watch
                 if not carry:
                     return
@@ -126,6 +139,8 @@ class StandIn:
             return False
         if seen.path not in LIMIT_FIELDS:
             return await _send(writer, 200, json.dumps({"echo": seen.path, "kv_transfer_params": None}).encode())
+        if fault.gzip and not seen.json.get("stream"):
+            return await _send(writer, 200, gzip.compress(b'{"id":"x"}'), {"content-encoding": "gzip"})
         if fault.body is not None or fault.status != 200:
             return await _send(writer, fault.status, fault.body or b"{}", fault.headers, cut=fault.cut_body)
         if self.role == "prefill":
@@ -159,6 +174,7 @@ class StandIn:
         )
         check(body.get("stream") is False, "prefill: streamed")
         check(body.get("n", 1) == 1, "prefill: n is not 1")
+        check(seen.path != "/v1/responses" or body.get("store") is False, "prefill: would store its answer")
         check(not [name for name in NOT_ON_PREFILL if name in body], f"prefill: has {sorted(body)}")
         request_id = seen.headers.get("x-request-id")
         check(request_id, "prefill: no request id")
@@ -192,8 +208,11 @@ class StandIn:
 
     async def _stream(self, path, writer, fault):
         events = fault.events if fault.events is not None else normal_events(path, self.tokens)
-        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nserver: secret\r\ntransfer-encoding: chunked\r\n\r\n"
-        writer.write(head.encode())
+        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nserver: secret\r\ntransfer-encoding: chunked\r\n"
+        if fault.gzip:
+            head += "content-encoding: gzip\r\n"
+            events = [gzip.compress(b"".join(events))]
+        writer.write(head.encode() + b"\r\n")
         for index, event in enumerate(events):
             if index == fault.close_after:
                 await writer.drain()
