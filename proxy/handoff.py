@@ -31,7 +31,7 @@ from proxy.firewall import (
 from proxy.metrics import Metrics
 from proxy.peek import RefusedEvent, first_events
 from proxy.relay import Answer
-from proxy.request import InferenceRequest, dump, why_aggregated
+from proxy.request import InferenceRequest, why_aggregated
 from proxy.scheduling.base import Placement
 from proxy.scheduling.profile import Scheduler
 from proxy.trace import Trace
@@ -249,7 +249,7 @@ class _Attempt:
     def _alone_body(self) -> bytes:
         """Return the client's bytes; written anew only to drop a transfer field that was null."""
         if has_transfer_fields(self._request.fields):
-            return dump(without_transfer_fields(self._request.fields))
+            return without_transfer_fields(self._request.raw)
         return self._request.raw
 
     def _note_failure(self, endpoint: Endpoint, error: EngineFailedError, leg: str) -> None:

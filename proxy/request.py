@@ -137,7 +137,7 @@ def _is_deeper(value: Any, limit: int) -> bool:
 def _parse_leniently(raw: bytes, first: orjson.JSONDecodeError) -> Any:
     """Parse what engines accept and orjson doesn't: NaN, and escaped surrogates without a partner."""
     try:
-        return json.loads(raw)
+        return json.loads(raw.decode("utf-8", "surrogatepass"))  # as bytes it would take UTF-16 too
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is not valid JSON: {first}") from error
 

@@ -37,7 +37,7 @@ from proxy.handoff import Handoffs
 from proxy.load import Watcher
 from proxy.metrics import Metrics
 from proxy.relay import send_answer, send_whole
-from proxy.request import KINDS, ApiKind, InferenceRequest, dump, parse_object
+from proxy.request import KINDS, ApiKind, InferenceRequest, parse_object
 from proxy.trace import Trace, outcome_of
 
 _LOG = logging.getLogger("proxy.routes")
@@ -251,7 +251,7 @@ class _PassedOnResponse(_WatchedResponse):
         with endpoint.reserved():
             if self._request.method == "GET":
                 return await services.client.get(endpoint, path, _CALL_LIMIT_S, headers)
-            raw = dump(without_transfer_fields(self._fields)) if has_transfer_fields(self._fields) else self._raw
+            raw = without_transfer_fields(self._raw) if has_transfer_fields(self._fields) else self._raw
             return await services.client.call(endpoint, path, raw, headers, leg=path, limit=Limit(_CALL_LIMIT_S))
 
 

@@ -64,7 +64,7 @@ class NixlConnector:
     def decode_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
         """Return the client's bytes with the handoff added before the last brace, so that nothing else can change."""
         if has_transfer_fields(request.fields):
-            return dump({**without_transfer_fields(request.fields), "kv_transfer_params": handoff})
+            return without_transfer_fields(request.raw, kv_transfer_params=handoff)
         head = request.raw.rstrip()[:-1].rstrip()
         comma = b"" if head.endswith(b"{") else b","
         return head + comma + b'"kv_transfer_params":' + orjson.dumps(handoff) + b"}"

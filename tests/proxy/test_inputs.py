@@ -71,6 +71,13 @@ async def test_many_shallow_objects_are_no_deep_nesting(rig):
     assert (await rig.client.post(CHAT, json=body)).status_code == 200
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig", "latin-1"])
+async def test_a_body_that_is_not_utf_8_is_400_and_no_engine_is_called(rig, encoding):
+    reply = await rig.client.post(CHAT, content='{"messages": [], "x": "é"}'.encode(encoding))
+    assert reply.status_code == 400
+    assert rig.prefills[0].requests == rig.decodes[0].requests == []
+
+
 @pytest.mark.parametrize("odd", [b'"\\ud83d"', b"123456789012345678901234567890"], ids=["surrogate", "integer"])
 @pytest.mark.parametrize("more", [b"", b',"n":2'], ids=["split", "alone"])
 async def test_values_that_few_parsers_take_survive_a_body_that_must_be_written_anew(rig, odd, more):
