@@ -1,4 +1,6 @@
+import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -7,7 +9,7 @@ import sys
 import httpx
 import pytest
 
-from tests.stand_in.engine import StandIn, Wire
+from tests.stand_in.engine import Fault, StandIn, Wire
 
 GOOD = ("--prefill", "p=http://127.0.0.1:1", "--decode", "d=http://127.0.0.1:2")
 
@@ -63,56 +65,94 @@ def test_help_has_examples_and_every_flag():
         assert words in text
 
 
+class Running:
+    """`python -m proxy` in front of two stand-ins."""
+
+    async def __aenter__(self):
+        self.wire = Wire()
+        self.prefill = await StandIn("prefill", self.wire).start()
+        self.decode = await StandIn("decode", self.wire).start()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        arguments = ("--prefill", self.prefill.url, "--decode", self.decode.url, "--port", str(self.port))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "proxy", *arguments, "--health-interval", "0.1", "--shutdown-grace", "60"],
+            stderr=subprocess.DEVNULL,
+        )
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+        async with asyncio.timeout(30):
+            while not await self.ready():
+                await asyncio.sleep(0.05)
+        return self
+
+    async def ready(self):
+        try:
+            return (await self.client.get("/ready")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def refuses_connections(self):
+        async with asyncio.timeout(10):
+            while await accepts(self.port):
+                await asyncio.sleep(0.05)
+
+    async def exit_code(self):
+        return await asyncio.to_thread(self.process.wait, 10)
+
+    async def __aexit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        await self.client.aclose()
+        await self.prefill.stop()
+        await self.decode.stop()
+        assert self.wire.violations == []
+
+
+STREAM = {"model": "m", "messages": [], "stream": True}
+
+
 async def test_sigterm_lets_a_stream_end_and_exits_with_0():
-    import asyncio
+    async with Running() as proxy:
+        rest = asyncio.Event()
+        proxy.decode.faults = [Fault(hold=rest, pause_after=3)]
+        async with proxy.client.stream("POST", "/v1/chat/completions", json=STREAM) as reply:
+            lines = reply.aiter_lines()
+            await anext(lines)
+            os.kill(proxy.process.pid, signal.SIGTERM)
+            await proxy.refuses_connections()
+            rest.set()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert await proxy.exit_code() == 0
 
-    from tests.stand_in.engine import Fault
 
-    wire = Wire()
-    prefill, decode = await StandIn("prefill", wire).start(), await StandIn("decode", wire).start()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    proxy = subprocess.Popen(
-        [sys.executable, "-m", "proxy", "--prefill", prefill.url, "--decode", decode.url, "--port", str(port), "--health-interval", "0.1"],
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
-            async with asyncio.timeout(15):
-                while True:
-                    try:
-                        if (await client.get("/ready")).status_code == 200:
-                            break
-                    except httpx.HTTPError:
-                        pass
-                    await asyncio.sleep(0.05)
-            rest = asyncio.Event()
-            decode.faults = [Fault(hold=rest, pause_after=3)]
-            body = {"model": "m", "messages": [], "stream": True}
-            async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
-                lines = reply.aiter_lines()
-                await anext(lines)
-                os.kill(proxy.pid, signal.SIGTERM)
-                async with asyncio.timeout(10):
-                    while await accepts(port):
-                        await asyncio.sleep(0.05)
-                rest.set()
-                assert [line async for line in lines if line][-1] == "data: [DONE]"
-        assert await asyncio.to_thread(proxy.wait, 10) == 0
-    finally:
-        proxy.kill()
-        proxy.wait()
-        await prefill.stop()
-        await decode.stop()
-    assert wire.violations == []
+async def test_a_second_signal_ends_the_proxy_at_once_and_closes_its_engines_connections():
+    async with Running() as proxy:
+        proxy.decode.faults = [Fault(hold=asyncio.Event(), pause_after=3)]
+        async with proxy.client.stream("POST", "/v1/chat/completions", json=STREAM) as reply:
+            await anext(reply.aiter_lines())
+            os.kill(proxy.process.pid, signal.SIGTERM)
+            await proxy.refuses_connections()
+            os.kill(proxy.process.pid, signal.SIGINT)
+            await proxy.exit_code()
+            await asyncio.wait_for(proxy.decode.gone.wait(), 5)
 
 
 async def accepts(port):
-    import asyncio
-
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
         return False
     writer.close()
     return True
+
+
+def test_the_proxy_may_open_as_many_files_as_its_user():
+    from proxy.cli import _allow_many_files
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        _allow_many_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

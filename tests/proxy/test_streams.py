@@ -79,10 +79,11 @@ async def test_a_whole_answer_to_a_request_for_a_stream_is_passed_on_whole(rig):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_compressed_answer_reaches_the_client_readable(rig, stream):
-    rig.decodes[0].faults = [Fault(gzip=True)]
+    rig.decodes[0].faults = [Fault(gzip=True)] * 2
     reply = await rig.client.post(CHAT, json={**BODY, "stream": stream})
     assert reply.status_code == 200
     assert "content-encoding" not in reply.headers
+    assert len(rig.decodes[0].requests) == 1
     assert reply.text.endswith("data: [DONE]\n\n") if stream else reply.json() == {"id": "x"}
 
 
