@@ -75,13 +75,25 @@ class ProxyThread:
         self.thread.start()
 
     def stop(self):
+        """Ask it to end; `ended` waits."""
         self.server.should_exit = True
+
+    def ended(self):
         self.thread.join(timeout=15)
         self.socket.close()
+        return not self.thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def stopping():
+    """Proxies that end while the next tests run: uvicorn looks at its flag every 0.1 s only."""
+    proxies = []
+    yield proxies
+    assert all(proxy.ended() for proxy in proxies)
 
 
 @pytest.fixture
-async def make_rig():
+async def make_rig(stopping):
     """Build a rig of so many engines; everything is stopped at the end, and the protocol was kept."""
     rigs = []
 
@@ -103,7 +115,10 @@ async def make_rig():
     yield make
     for rig, proxy in rigs:
         await rig.client.aclose()
-        await asyncio.to_thread(proxy.stop)
+        proxy.stop()
+        stopping.append(proxy)
+        if len(stopping) > 8:
+            assert await asyncio.to_thread(stopping.pop(0).ended)
         for engine in rig.prefills + rig.decodes:
             await engine.stop()
         assert rig.wire.violations == []
