@@ -153,7 +153,7 @@ def plan_proxy(
     for prefill, decode in excluded:
         argv += ["--exclude-pair", f"{prefill}:{decode}"]
     argv += ["--connector", loaded.spec.connector, "--fallback", proxy.fallback]
-    argv += ["--max-body-mb", str(proxy.max_body_mb)]
+    argv += ["--max-body-mb", str(proxy.max_body_mb), "--lease-seconds", str(loaded.spec.kv_lease_duration)]
     argv += ["--shutdown-grace", f"{loaded.spec.launch.stop_grace:g}", *proxy.extra_args]
     return Program("proxy", tuple(argv), (), http_url(proxy.host, proxy.port))
 

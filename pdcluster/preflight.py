@@ -76,9 +76,15 @@ def refuse_missing_packages() -> None:
 
 
 def busy_ports(prepared: Prepared) -> list[Problem]:
-    """Try every port of the plan; returns a problem for each that somebody else has."""
+    """Try both addresses and every port of the plan; returns a problem for each that can't be listened on."""
     spec = prepared.loaded.spec
-    problems = []
+    problems = [
+        Problem(key, f"{host}: {error}", "give an address of this host")
+        for key, host in (("proxy.host", spec.proxy.host), ("host", spec.host))
+        if (error := _bind_error(host, 0))
+    ]
+    if problems:
+        return problems
     error = _bind_error(spec.proxy.host, spec.proxy.port)
     if error:
         problems.append(Problem("proxy.port", f"{spec.proxy.host}:{spec.proxy.port}: {error}", "choose another --port"))
@@ -97,7 +103,7 @@ def _bind_error(host: str, port: int) -> str:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        return f"not an address of this host ({error.strerror})"
+        return f"no such address ({(error.strerror or str(error)).lower()})"
     with socket.socket(family, kind, proto) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

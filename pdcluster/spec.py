@@ -51,7 +51,9 @@ def _stringify_values(value: object) -> object:
 _COUNT_SCHEMA = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _LENGTH.pattern}]}
 _ENVIRONMENT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
 
+NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
 Length = Annotated[PositiveInt, BeforeValidator(parse_length), WithJsonSchema(_COUNT_SCHEMA)]
+Size = Annotated[int, Field(ge=1, le=1024)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify_values), WithJsonSchema(_ENVIRONMENT_SCHEMA)]
 
@@ -85,17 +87,17 @@ class SpeculativeSpec(BaseModel):
 class PoolSpec(Section):
     """All instances of one role; the fields are vLLM's engine arguments of the same name."""
 
-    replicas: PositiveInt = Field(1, description="instances in this pool")
-    tensor_parallel_size: PositiveInt = 1
-    pipeline_parallel_size: PositiveInt = 1
-    data_parallel_size: PositiveInt = 1
+    replicas: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="instances in this pool")
+    tensor_parallel_size: Size = 1
+    pipeline_parallel_size: Size = 1
+    data_parallel_size: Size = 1
     enable_expert_parallel: bool = Field(
         False, description="experts over all TP x DP ranks; the expert-parallel size is their product"
     )
-    decode_context_parallel_size: PositiveInt = Field(1, description="must divide tensor_parallel_size")
+    decode_context_parallel_size: Size = Field(1, description="must divide tensor_parallel_size")
     dcp_comm_backend: str | None = Field(None, description="vLLM's --dcp-comm-backend, such as ag_rs or a2a")
     dcp_kv_cache_interleave_size: PositiveInt | None = None
-    prefill_context_parallel_size: PositiveInt = Field(1, description="prefill pool only")
+    prefill_context_parallel_size: Size = Field(1, description="prefill pool only")
     speculative: SpeculativeSpec | None = None
     max_model_len: Length | None = Field(None, description='tokens; "128k" and "1M" are understood')
     max_num_seqs: PositiveInt | None = None
@@ -175,10 +177,12 @@ class LaunchSpec(Section):
 class ClusterSpec(Section):
     """The whole cluster, as one YAML document."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = Field(
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] = Field(
         "default", description="names the run directory; one launcher a name"
     )
-    model: str = Field("smollm2", description="embedded model, directory of a checkpoint, or model id")
+    model: Annotated[str, Field(min_length=1)] = Field(
+        "smollm2", description="embedded model, directory of a checkpoint, or model id"
+    )
     served_model_name: str | None = Field(None, description="default: model as given")
     connector: Literal["nixl"] = "nixl"
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"

@@ -18,6 +18,29 @@ from pydantic import BaseModel, ValidationError
 from pdcluster.errors import Problem, SpecError, UserError
 from pdcluster.spec import ClusterSpec
 
+# Pydantic's words for some kinds of value, in YAML's.
+_KINDS = {
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "tuple_type": "a list, such as [--seed, '7']",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without its silent last-wins: a key that stands twice in one mapping is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedSpec:
@@ -107,7 +130,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"{path}: cannot read the cluster spec: {reason}") from error
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
@@ -122,7 +145,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _leaf_paths(node: Any, prefix: str = "") -> list[str]:
     if not isinstance(node, dict) or not node:
-        return [prefix] if prefix else []
+        return [prefix] if prefix else []  # an empty mapping is a leaf too
     return [
         leaf for key, value in node.items() for leaf in _leaf_paths(value, f"{prefix}.{key}" if prefix else str(key))
     ]
@@ -149,7 +172,7 @@ def _problem(detail: Any, origins: Mapping[str, str]) -> Problem:
     where = f"{path} ({origin})" if origin else path or "spec"
     if detail["type"] == "extra_forbidden":
         return Problem(where, "unknown key", _nearest(detail["loc"]))
-    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = _KINDS.get(detail["type"]) or detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     given = detail.get("input")
     shown = "" if isinstance(given, dict | list) else f", not {given!r}"
     verb = "must be " if detail["msg"].startswith("Input should be") else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pdcluster.errors import StateError
+from pdcluster.spec import NAME_PATTERN
 
 ClusterPhase = Literal["starting", "warming", "ready", "stopping", "stopped", "failed"]
 ProcessPhase = Literal["starting", "healthy", "restarting", "failed", "stopped"]
@@ -87,7 +89,9 @@ class RunDirectory:
 
     @classmethod
     def of(cls, home: Path, name: str) -> RunDirectory:
-        """Return the directory of the cluster called `name`."""
+        """Return the directory of the cluster called `name`; a name that could be a path is a `StateError`."""
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise StateError(f"--name {name}: a cluster's name has small letters, digits and hyphens only")
         return cls(home / "clusters" / name)
 
     @property
@@ -101,8 +105,13 @@ class RunDirectory:
 
     def create(self) -> None:
         """Make the directory, readable by its owner only: logs and argv are nobody else's business."""
-        self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.path.chmod(0o700)
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.chmod(0o700)
+        except OSError as error:
+            raise StateError(
+                f"{self.path}: cannot be made ({error.strerror}); set PDCLUSTER_HOME to a directory that can be written"
+            ) from error
 
     def write(self, record: ClusterRecord) -> None:
         """Replace cluster.json atomically."""
@@ -119,7 +128,7 @@ class RunDirectory:
             processes = {name: ProcessRecord(**record) for name, record in data.pop("processes").items()}
             excluded = tuple((prefill, decode) for prefill, decode in data.pop("excluded_pairs"))
             return ClusterRecord(**data, processes=processes, excluded_pairs=excluded)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise StateError(

@@ -58,7 +58,7 @@ CATALOG: Mapping[str, EmbeddedModel] = {
             "Apache-2.0",
             "13M",
             8192,
-            "3",
+            "5",
             "pdcluster.models.tiny:build_mla",
         ),
     )

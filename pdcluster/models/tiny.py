@@ -40,7 +40,9 @@ def build_llama(directory: Path, say: Say) -> None:
 def build_mla(directory: Path, say: Say) -> None:
     """Two dense layers with multi-head latent attention, as DeepSeek-V2 has it.
 
-    vLLM's MLA backends take latent and rotary parts of 320, 512 or 576 together; here 256 + 64.
+    vLLM 0.32's MLA backend for CPU is compiled for DeepSeek's own sizes: a latent part of 512, a rotary one of 64. The
+    rotary key is zero: that build turns it differently in prefill and in decode, so that one engine alone disagrees
+    with itself about the same prompt; with the latent part alone it agrees with itself and with transformers.
     """
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM  # noqa: PLC0415 - heavy
 
@@ -54,7 +56,7 @@ def build_mla(directory: Path, say: Say) -> None:
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "intermediate_size": 256,
-            "kv_lora_rank": 256,
+            "kv_lora_rank": 512,
             "q_lora_rank": None,
             "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 32,
@@ -111,3 +113,5 @@ def _draw(model: Any, spread: dict[str, float], torch: Any) -> None:
                 continue  # the norms stay at one
             (kind,) = (kind for kind in spread if kind in name.split("."))
             weight.copy_(torch.randn(weight.shape, generator=generator) * spread[kind])
+            if kind == "kv_a_proj_with_mqa":
+                weight[model.config.kv_lora_rank :] = 0  # the rotary key, see build_mla

@@ -64,7 +64,7 @@ def test_a_directory_without_a_config_is_refused(pdcluster, tmp_path):
 
 
 def test_zero_replicas_are_refused(pdcluster):
-    refused(pdcluster("launch", "--prefill", "0"), "pools.prefill.replicas (--prefill)", "greater than 0")
+    refused(pdcluster("launch", "--prefill", "0"), "pools.prefill.replicas (--prefill)", "greater than or equal to 1")
 
 
 def test_unreadable_yaml_is_refused_with_its_line(pdcluster, tmp_path):
@@ -235,3 +235,29 @@ def test_down_ends_what_a_killed_launcher_left(pdcluster, tmp_path):
     assert not is_running(orphan.pid, began)
     assert json.loads(pdcluster("status", "--json").stdout)["phase"] == "stopped"
     assert time.time() - directory.read().written < 30
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "down"])
+def test_a_name_that_is_a_path_is_refused(pdcluster, verb):
+    refused(pdcluster(verb, "--name", "../../etc"), "small letters, digits and hyphens only")
+
+
+def test_a_home_that_cannot_be_made_is_a_users_error():
+    done = subprocess.run(
+        [sys.executable, "-m", "pdcluster", "launch", "--model", "tiny"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PDCLUSTER_HOME": "/proc/none"},
+    )
+    refused(done, "/proc/none", "set PDCLUSTER_HOME")
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"), [(("--host", "999.1.1.1"), "proxy.host"), (("--set", "host=203.0.113.5"), "host")]
+)
+def test_an_address_that_is_not_this_hosts_is_one_line(pdcluster, checkpoint, flags, key):
+    done = pdcluster("check", "--model", str(checkpoint), *flags)
+    if "is not installed" in done.stderr:
+        pytest.skip("vLLM or NIXL is not installed here: check stops at that")
+    refused(done, f"error: {key}: {flags[1].removeprefix('host=')}")
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -42,7 +42,7 @@ def test_every_error_is_reported_at_once_with_its_key_path(tmp_path):
     assert problems.keys() == {"modle", "pools.prefill.replicas", "pools.decode.tensor_paralel_size", "proxy.port"}
     assert "did you mean model?" in problems["modle"]
     assert "did you mean tensor_parallel_size?" in problems["pools.decode.tensor_paralel_size"]
-    assert "greater than 0" in problems["pools.prefill.replicas"]
+    assert "greater than or equal to 1" in problems["pools.prefill.replicas"]
 
 
 @pytest.mark.parametrize(
@@ -129,3 +129,25 @@ def test_the_schema_accepts_what_the_spec_accepts_and_refuses_unknown_keys():
     jsonschema.validate(good, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"modle": "tiny"}, schema)
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path):
+    with pytest.raises(UserError, match=r"cluster\.yaml:2:1: not valid YAML: the key model stands twice"):
+        load_text(tmp_path, "model: tiny\nmodel: smollm2")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("pools: null", "pools .*must be a mapping of keys"),
+        ("proxy: []", "proxy .*must be a mapping of keys"),
+        ("pools: {decode: {extra_args: --seed}}", "must be a list"),
+        ("pools: {decode: {replicas: 99999999999}}", "less than or equal to 4096"),
+        ("pools: {decode: {replicas: many}}", "must be a whole number"),
+        ('model: ""', "at least 1 character"),
+        ("name: ../etc", "match pattern"),
+    ],
+)
+def test_odd_values_are_refused_in_words_of_yaml(tmp_path, text, words):
+    with pytest.raises(SpecError, match=words):
+        load_text(tmp_path, text)
