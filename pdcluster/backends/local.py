@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from pdcluster import processes
 from pdcluster.backends.base import Handle
 from pdcluster.engine_args import scrub
 from pdcluster.errors import LaunchError
+from pdcluster.log_follow import tail
 from pdcluster.plan import Program
 from pdcluster.state import RunDirectory
 
@@ -58,16 +57,7 @@ class LocalBackend:
 
     def logs(self, name: str, lines: int) -> list[str]:
         """Return the last lines of a log."""
-        return tail(self._directory.log(name), lines)
-
-
-def tail(path: Path, lines: int) -> list[str]:
-    """Return the last lines of a text file, none if it doesn't exist."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return [line.rstrip("\n") for line in deque(file, maxlen=lines)]
-    except FileNotFoundError:
-        return []
+        return tail(self._directory.log(name), lines)[0]
 
 
 def _sessions(handles: Sequence[Handle]) -> list[processes.Session]:

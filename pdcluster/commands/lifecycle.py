@@ -46,9 +46,9 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end.")] = 50,
 ) -> None:
     """Print the logs of a cluster's processes."""
-    from pdcluster.backends.local import tail
     from pdcluster.errors import StateError
     from pdcluster.log_follow import follow as follow_logs
+    from pdcluster.log_follow import tail
 
     directory = _directory(name)
     directory.must_read()
@@ -56,12 +56,14 @@ def logs(
     if process is not None and process not in names:
         raise StateError(f"no log of {process} in {directory.logs}; there are: {', '.join(names) or 'none'}")
     chosen = [process] if process else names
+    ends = {}
     for item in chosen:
         prefix = "" if process else f"{item} | "
-        for line in tail(directory.log(item), lines):
+        last, ends[item] = tail(directory.log(item), lines)
+        for line in last:
             typer.echo(prefix + line)
     if follow:
-        follow_logs({item: directory.log(item) for item in chosen}, typer.echo, prefixed=process is None)
+        follow_logs({item: directory.log(item) for item in chosen}, ends, typer.echo, prefixed=process is None)
 
 
 def down(
