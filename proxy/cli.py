@@ -194,7 +194,8 @@ def _serve(config: ProxyConfig, listener: socket.socket, grace: float, log_level
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log a line for each engine call
+    for name in ("httpx", "httpcore"):  # they would log lines for each engine call
+        logging.getLogger(name).setLevel(logging.WARNING)
     server = Server(
         uvicorn.Config(
             create_app(config),

@@ -72,8 +72,9 @@ class EngineFailedError(ProxyError):
     status = 502
     kind = "upstream_error"
 
-    def __init__(self, message: str, *, refused: bool = False, counts: bool = True) -> None:
-        super().__init__(message, code="engine_failed")
+    def __init__(self, message: str, *, said: str = "", refused: bool = False, counts: bool = True) -> None:
+        super().__init__(f"{message}: {said}" if said else message, code="engine_failed")
+        self.summary = message  # for logs and /ready: what an engine said may repeat a prompt
         self.refused = refused  # nobody listens there: the endpoint is out at once
         self.counts = counts  # against the endpoint's health; overload and our own limits don't
 

@@ -1,16 +1,16 @@
 """Prefill leg, handoff, decode leg: the only module that calls engines for a request.
 
-A handoff is used once. Whatever fails before the client has got a byte is tried again once, with a new placement, a
+A handoff is used once. A leg that fails before the client has got a byte is tried again once, with a new placement, a
 new request id and a new prefill; an engine's 4xx goes to the client as it is, at once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -37,7 +37,6 @@ from proxy.scheduling.profile import Scheduler
 from proxy.trace import Trace
 
 _LOG = logging.getLogger("proxy.handoff")
-_ATTEMPTS = 2
 _OK = 200
 _CLIENT_ERROR, _SERVER_ERROR, _OVERLOADED = 400, 500, 503
 # Of the lease; what is left is for decode to be reached and to send its first heartbeat.
@@ -61,20 +60,23 @@ class Handoffs:
         """Give the answer while its connections and reservations are held; raises `ProxyError`."""
         aggregated = why_aggregated(request.fields)
         tried: set[str] = set()
-        for attempt in range(1, _ATTEMPTS + 1):
+        retried: set[str] = set()
+        while True:
             placement = self.scheduler.place(request, tried, aggregated)
             if placement is None:
                 raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
             trace.placed = trace.placed or self.clock()
             async with AsyncExitStack() as stack:
                 try:
-                    run = _Attempt(self, request, placement, trace, stack, last=attempt == _ATTEMPTS)
+                    run = _Attempt(self, request, placement, trace, stack, retried)
                     answer = await run.answer()
                 except EngineTimeoutError:
                     raise  # the time is spent; another attempt would double it
                 except EngineFailedError:
-                    if attempt == _ATTEMPTS:
+                    if run.leg in retried:
                         raise
+                    retried.add(run.leg)
+                    self.metrics.retries.labels(run.leg).inc()
                     tried.update(run.failed)
                     continue
                 yield answer
@@ -90,7 +92,10 @@ class Handoffs:
 
 
 class _Attempt:
-    """One try on one placement; `failed` are the endpoints that another try should avoid."""
+    """One try on one placement. `leg` is the one that runs; `failed` are endpoints that another try should avoid.
+
+    `retried` are the legs that have had their second try: their failures are final.
+    """
 
     def __init__(
         self,
@@ -99,19 +104,19 @@ class _Attempt:
         placement: Placement,
         trace: Trace,
         stack: AsyncExitStack,
-        *,
-        last: bool,
+        retried: Collection[str],
     ) -> None:
         self._of = handoffs
         self._request = request
         self._placement = placement
         self._trace = trace
         self._stack = stack
-        self._last = last
+        self._retried = retried
         self._headers = headers_for_engine(request.headers, new_request_id(), handoffs.config.engine_api_key)
         self._timeouts = handoffs.config.timeouts
         self._pause = self._timeouts.headers  # the longest wait for a stream's next piece
         self.failed: list[str] = []
+        self.leg: Literal["prefill", "lease", "decode"] = "prefill"
 
     async def answer(self) -> Answer:
         """Run the legs; raises `EngineFailedError` where another attempt may help."""
@@ -162,10 +167,10 @@ class _Attempt:
             if reply.status >= _SERVER_ERROR:
                 raise _answered("prefill", prefill, reply.status)
         except EngineFailedError as error:
-            self._note_failure(prefill, error, "prefill")
-            if not self._last or isinstance(error, EngineTimeoutError):
-                raise
-            return None
+            self._note_failure(prefill, error)
+            if "prefill" in self._retried and not isinstance(error, EngineTimeoutError):
+                return None
+            raise
         self._trace.prefill_ended = self._of.clock()
         self._of.pools.succeeded(prefill)
         return reply
@@ -184,24 +189,25 @@ class _Attempt:
 
     def _refuse_stale(self) -> None:
         """Raise where prefill may have freed the KV by the time decode asks for it: decode would answer nonsense."""
+        self.leg = "lease"
         ended = self._trace.prefill_ended
         age = 0.0 if ended is None else self._of.clock() - ended
         if age >= self._of.config.lease_seconds * _USABLE:
-            self._of.metrics.retries.labels("lease").inc(0 if self._last else 1)
             raise EngineFailedError(f"handoff: dropped after {age:.1f} s, prefill's lease is nearly over")
 
     async def _decode(self, body: bytes) -> Answer:
+        self.leg = "decode"
         decode = self._placement.decode
         try:
             answer = await (self._decode_stream(body) if self._request.stream else self._decode_whole(body))
             if answer.status >= _SERVER_ERROR:
                 failure = _answered("decode", decode, answer.status)
-                if not self._last:
+                if "decode" not in self._retried:
                     raise failure
-                self._note_failure(decode, failure, "decode")
+                self._note_failure(decode, failure)
                 return answer
         except EngineFailedError as error:
-            self._note_failure(decode, error, "decode")
+            self._note_failure(decode, error)
             raise
         self._of.pools.succeeded(decode)
         return answer
@@ -252,13 +258,11 @@ class _Attempt:
             return without_transfer_fields(self._request.raw)
         return self._request.raw
 
-    def _note_failure(self, endpoint: Endpoint, error: EngineFailedError, leg: str) -> None:
+    def _note_failure(self, endpoint: Endpoint, error: EngineFailedError) -> None:
         self.failed.append(endpoint.name)
         if error.counts:
-            self._of.pools.failed(endpoint, error.message, fatal=error.refused)
-        if not self._last and not isinstance(error, EngineTimeoutError):
-            self._of.metrics.retries.labels(leg).inc()
-        _LOG.warning("%s", error.message)
+            self._of.pools.failed(endpoint, error.summary, fatal=error.refused)
+        _LOG.warning("%s (%s)", error.summary, endpoint.name)
 
 
 def _answered(leg: str, endpoint: Endpoint, status: int) -> EngineFailedError:

@@ -14,6 +14,7 @@ from proxy.request import ApiKind
 
 _LONGEST_PEEK = 1 << 20
 _CLIENT_ERRORS = range(400, 500)
+_FAILED = "decode: the engine reported an error in its stream"
 
 
 class RefusedEvent(Exception):  # noqa: N818 - an outcome, no failure of ours or the engine's
@@ -58,9 +59,9 @@ def _failure(event: bytes) -> Exception:
     try:
         error = json.loads(data).get("error", {})
     except (ValueError, AttributeError):
-        return EngineFailedError("decode: the engine reported an error in its stream")
+        error = {}
     if not isinstance(error, dict):
-        return EngineFailedError(f"decode: {error}")
+        return EngineFailedError(_FAILED, said=str(error))
     if error.get("code") in _CLIENT_ERRORS:
         return RefusedEvent(error["code"], data.strip())
-    return EngineFailedError(f"decode: {error.get('message')}")
+    return EngineFailedError(_FAILED, said=str(error.get("message", "")))

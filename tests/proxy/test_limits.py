@@ -123,3 +123,13 @@ async def test_a_client_that_leaves_a_plain_call_ends_it(rig):
     await asyncio.wait_for(rig.decodes[0].gone.wait(), 1)
     await rig.idle()
     assert await rig.metric("pdcluster_requests_total", route="/v1/embeddings", outcome="client_cancelled") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_engine_whose_health_lies_costs_no_client_an_error_while_another_one_works(make_rig, stream):
+    rig = await make_rig(prefills=2, decodes=2)
+    for engine in (rig.prefills[0], rig.decodes[0]):
+        engine.faults = [Fault(status=500)] * 99
+    for _ in range(12):
+        reply = await rig.client.post(CHAT, json={**BODY, "stream": stream})
+        assert reply.status_code == 200

@@ -272,4 +272,8 @@ async def test_nothing_a_client_sent_is_logged(make_rig, caplog):
     rig.decodes[0].faults = [Fault(status=500)]
     await rig.client.post(CHAT, json={"messages": "secret-prompt"}, headers={"authorization": "Bearer secret-key"})
     assert "d0 answered 500" in caplog.text
-    assert "secret" not in caplog.text
+    rig.decodes[0].faults = [Fault(events=[b'data: {"error": {"message": "secret-prompt is odd"}}\n\n'])] * 2
+    reply = await rig.client.post(CHAT, json={"messages": "secret-prompt", "stream": True})
+    assert "secret-prompt is odd" in reply.text
+    assert "the engine reported an error in its stream (d0)" in caplog.text
+    assert "secret" not in caplog.text + (await rig.client.get("/ready")).text

@@ -30,6 +30,7 @@ class Wire:
     """What all stand-ins of a test share: the handoffs issued and what was done wrong."""
 
     issued: dict = field(default_factory=dict)
+    attempts: set = field(default_factory=set)  # request ids that prefill has seen
     used: set = field(default_factory=set)
     violations: list = field(default_factory=list)
 
@@ -93,9 +94,13 @@ class StandIn:
 
     async def stop(self):
         self.server.close()
+        await self.server.wait_closed()
+        for _ in range(3):  # what was accepted at the last moment reaches _connection
+            await asyncio.sleep(0)
         for writer in list(self.connections):
             writer.transport.abort()
-        await self.server.wait_closed()
+        for _ in range(3):  # and their transports close
+            await asyncio.sleep(0)
 
     async def _connection(self, reader, writer):
         self.connections.add(writer)
@@ -132,6 +137,8 @@ class StandIn:
             return await self._answer_get(seen, writer)
         self.requests.append(seen)
         self.arrived.set()
+        if seen.path in LIMIT_FIELDS:  # also where a fault follows: what arrived may have been acted on
+            (self._check_prefill if self.role == "prefill" else self._check_decode)(seen)
         fault = self.faults.pop(0) if self.faults else Fault()
         if fault.hold and fault.pause_after is None:
             await fault.hold.wait()
@@ -145,7 +152,6 @@ class StandIn:
             return await _send(writer, fault.status, fault.body or b"{}", fault.headers, cut=fault.cut_body)
         if self.role == "prefill":
             return await _send(writer, 200, json.dumps(self._prefill(seen, fault)).encode(), fault.headers)
-        self._check_decode(seen)
         if seen.json.get("stream"):
             return await self._stream(seen.path, writer, fault)
         reply = {"id": "x", "kv_transfer_params": None, "content": "tok" * self.tokens, "prompt_token_ids": None}
@@ -162,7 +168,7 @@ class StandIn:
             return await _send(writer, 200, self.metrics.encode(), {"content-type": "text/plain"})
         return await _send(writer, 200, b'{"version":"0.32.0"}')
 
-    def _prefill(self, seen, fault):
+    def _check_prefill(self, seen):
         body, check = seen.json, self.wire.check
         check(
             body.get("kv_transfer_params") == {"do_remote_decode": True, "do_remote_prefill": False},
@@ -178,8 +184,12 @@ class StandIn:
         check(not [name for name in NOT_ON_PREFILL if name in body], f"prefill: has {sorted(body)}")
         request_id = seen.headers.get("x-request-id")
         check(request_id, "prefill: no request id")
+        check(request_id not in self.wire.attempts, "prefill: a request id was used for two attempts")
+        self.wire.attempts.add(request_id)
+
+    def _prefill(self, seen, fault):
+        request_id = seen.headers.get("x-request-id")
         handoff_id = f"{request_id}-{len(self.wire.issued):08x}"
-        check(request_id not in self.wire.issued.values(), "prefill: a request id was used for two attempts")
         self.wire.issued[handoff_id] = request_id
         handoff = {
             "do_remote_prefill": True,
