@@ -23,9 +23,20 @@ CPU_POLL_MICROSECONDS = 2000
 CPU_NIXL_THREADS = 0
 
 
+# vLLM's own default, and one for CPU hosts: there engines starve one another, decode's heartbeats come late, and KV that
+# is freed too early is not refused but answered wrongly.
+_LEASE_SECONDS = 30
+_CPU_LEASE_SECONDS = 120
+
+
+def lease_seconds(spec: ClusterSpec, kind: Kind) -> int:
+    """Return how long prefill keeps the KV of a request for decode to fetch it."""
+    return spec.kv_lease_duration or (_CPU_LEASE_SECONDS if kind == "cpu" else _LEASE_SECONDS)
+
+
 def nixl_config(spec: ClusterSpec, role: Role, kind: Kind) -> dict[str, Any]:
     """Return the NIXL half of `--kv-transfer-config` for one role; the policy is the same on both pools."""
-    extra: dict[str, Any] = {"kv_lease_duration": spec.kv_lease_duration}
+    extra: dict[str, Any] = {"kv_lease_duration": lease_seconds(spec, kind)}
     if kind == "cpu":
         extra["num_threads"] = CPU_NIXL_THREADS
     return {

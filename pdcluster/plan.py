@@ -13,7 +13,8 @@ from typing import Any
 from pdcluster.compat import find_problems
 from pdcluster.engine_args import MODULE, Argument, Variable, build_arguments, build_environment
 from pdcluster.errors import SpecError
-from pdcluster.inventory import Inventory
+from pdcluster.inventory import Inventory, Kind
+from pdcluster.kv_transfer import lease_seconds
 from pdcluster.memory import refuse_too_little_memory
 from pdcluster.model_facts import Checkpoint
 from pdcluster.slots import PlacedInstance, PortRange, place_instances
@@ -57,7 +58,7 @@ class Instance(Program):
 
     role: Role
     host: str
-    kind: str
+    kind: Kind
     devices: tuple[int, ...]
     threads: int
     binding: str
@@ -147,13 +148,14 @@ def plan_proxy(
 ) -> Program:
     """Return the proxy's program; `excluded` are (prefill, decode) names that must not serve together."""
     proxy = loaded.spec.proxy
+    lease = lease_seconds(loaded.spec, instances[0].kind)
     argv = [python, "-m", "proxy", "--host", proxy.host, "--port", str(proxy.port)]
     for instance in instances:
         argv += [f"--{instance.role}", f"{instance.name}={instance.url}"]
     for prefill, decode in excluded:
         argv += ["--exclude-pair", f"{prefill}:{decode}"]
     argv += ["--connector", loaded.spec.connector, "--fallback", proxy.fallback]
-    argv += ["--max-body-mb", str(proxy.max_body_mb), "--lease-seconds", str(loaded.spec.kv_lease_duration)]
+    argv += ["--max-body-mb", str(proxy.max_body_mb), "--lease-seconds", str(lease)]
     argv += ["--shutdown-grace", f"{loaded.spec.launch.stop_grace:g}", *proxy.extra_args]
     return Program("proxy", tuple(argv), (), http_url(proxy.host, proxy.port))
 

@@ -186,8 +186,8 @@ class ClusterSpec(Section):
     served_model_name: str | None = Field(None, description="default: model as given")
     connector: Literal["nixl"] = "nixl"
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
-    kv_lease_duration: Annotated[int, Field(ge=6)] = Field(
-        30, description="seconds that prefill keeps KV for decode to fetch; vLLM's own name and default"
+    kv_lease_duration: Annotated[int, Field(ge=6)] | None = Field(
+        None, description="seconds that prefill keeps KV for decode to fetch; default 30 (vLLM's own), 120 on CPU hosts"
     )
     host: str = Field("127.0.0.1", description="address of the engines and of their side channels")
     pools: PoolsSpec = PoolsSpec()

@@ -210,3 +210,15 @@ def test_excluded_pairs_reach_the_proxy():
 )
 def test_urls_bracket_ipv6_and_reach_wildcards_on_loopback(host, url):
     assert http_url(host, 80) == url
+
+
+@pytest.mark.parametrize(
+    ("assignments", "inventory", "seconds"), [([], CPU, 120), ([], gpus(2), 30), (["kv_lease_duration=60"], CPU, 60)]
+)
+def test_the_lease_is_longer_on_cpu_hosts_and_engines_and_proxy_agree_on_it(assignments, inventory, seconds):
+    made = plan(*assignments, inventory=inventory)
+    argv = made.proxy.argv
+    assert argv[argv.index("--lease-seconds") + 1] == str(seconds)
+    for instance in made.instances:
+        config = json.loads(value(instance, "--kv-transfer-config"))
+        assert config["kv_connector_extra_config"]["kv_lease_duration"] == seconds
