@@ -23,8 +23,8 @@ CPU_POLL_MICROSECONDS = 2000
 CPU_NIXL_THREADS = 0
 
 
-# vLLM's own default, and one for CPU hosts: there engines starve one another, decode's heartbeats come late, and KV that
-# is freed too early is not refused but answered wrongly.
+# vLLM's own default, and one for CPU hosts: there engines starve one another, decode's heartbeats come late, and KV
+# that is freed too early is not refused but answered wrongly.
 _LEASE_SECONDS = 30
 _CPU_LEASE_SECONDS = 120
 
