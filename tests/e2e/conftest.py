@@ -76,11 +76,11 @@ def metric(url, name, **labels):
     return total
 
 
-def eventually(condition, limit=20.0):
+def eventually(condition, limit=20.0, every=0.1):
     """Poll a condition of another process until it holds; its last value is returned."""
     deadline = time.monotonic() + limit
     while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.1)  # polling another process, bounded
+        time.sleep(every)  # polling another process, bounded
     return value
 
 
