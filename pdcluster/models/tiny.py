@@ -6,6 +6,10 @@ thousand and is deaf to the rest. So the spread is set for each kind of matrix: 
 1 to 2, so that every token of a long prompt has its share; values and their projection wide and embeddings narrow, so
 that this share outweighs the token at hand; an MLP wide enough to make a small difference a large one. Tests hold
 that the greedy answer depends on every part of a prompt, and that its first choice is rarely close to the second.
+
+Measured over 24 greedy tokens, 15 changes each: another block of 16 (tiny-mla) or 128 tokens always changes the answer,
+in prompts of 640 and of 2,000 tokens. A single other token does at 640, but at 2,000 it went unseen in 1 case of 15 in
+tiny and in 9 of 15 in tiny-mla: compare answers to shorter prompts where one token matters.
 """
 
 from __future__ import annotations
