@@ -6,39 +6,63 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.config import ProxyConfig
 from proxy.connectors import CONNECTORS
 from proxy.endpoints import Endpoint, Pools, State
-from proxy.engine_client import EngineClient, make_http_client
+from proxy.engine_client import EngineClient
 from proxy.errors import MethodNotAllowedError, NotFoundError, ProxyError
+from proxy.firewall import Authorization
+from proxy.gate import Gate
 from proxy.handoff import Handoffs
+from proxy.inference import Services
 from proxy.load import Watcher
 from proxy.metrics import Metrics
+from proxy.release import Releases
 from proxy.request import KINDS
-from proxy.routes import Services, error_response, make_router
+from proxy.routes import error_response, hot_routes, make_router
 from proxy.scheduling.pickers import BestPicker
 from proxy.scheduling.profile import Scheduler
 from proxy.trace import outcome_of
 
 _LOG = logging.getLogger("proxy")
 _METHOD_NOT_ALLOWED = 405
+_RELEASES_S = 2.0
+
+
+class _Application(FastAPI):
+    """FastAPI, with the routes that carry the load in front of its layers. They are known to it as well."""
+
+    def __init__(self, hot: Mapping[str, ASGIApp], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._hot = hot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            route = self._hot.get(scope["path"])
+            if route is not None:
+                await route(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
 
 def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI:
     """Return the application; it starts probing engines when it starts and closes its connections when it ends."""
     endpoints = tuple(Endpoint(item) for item in config.endpoints)
     pools = Pools(endpoints, config.excluded_pairs, _log_change)
-    http = make_http_client(config.timeouts)
-    client = EngineClient(http)
+    client = EngineClient(config.timeouts)
     metrics = Metrics(endpoints)
     key = config.engine_api_key
+    authorization = Authorization(key)
     probe_headers = {"authorization": f"Bearer {key}"} if key else {}
+    releases = Releases(client, pools, metrics)
     watcher = Watcher(pools, client, config.health_interval, probe_headers, time.monotonic)
     handoffs = Handoffs(
         config=config,
@@ -47,8 +71,12 @@ def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI
         connector=CONNECTORS[config.connector](),
         client=client,
         metrics=metrics,
+        releases=releases,
+        authorization=authorization,
         clock=time.monotonic,
     )
+    services = Services(config, handoffs, client, watcher, metrics, Gate(), authorization)
+    hot = hot_routes(services)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -59,11 +87,12 @@ def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            await http.aclose()
+            await releases.finish(_RELEASES_S)
+            client.close()
 
-    app = FastAPI(title="pdcluster", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
+    app = _Application(hot, title="pdcluster", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     app.state.metrics = metrics
-    app.include_router(make_router(Services(config, handoffs, client, watcher, metrics)))
+    app.include_router(make_router(services, hot))
     app.add_exception_handler(ProxyError, _answer_proxy_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_bug)

@@ -61,7 +61,7 @@ def proxy(  # noqa: PLR0913, PLR0917 - one parameter a flag
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Put one OpenAI-compatible endpoint in front of prefill and decode engines of vLLM."""
-    from proxy.config import ProxyConfig, Timeouts
+    from proxy.config import ClientLimits, ProxyConfig, Timeouts
 
     names = _endpoints(prefill or [], "prefill") + _endpoints(decode or [], "decode")
     _check(names, connector, fallback, log_level)
@@ -70,7 +70,7 @@ def proxy(  # noqa: PLR0913, PLR0917 - one parameter a flag
         excluded_pairs=frozenset(_pair(text, names) for text in exclude_pair or []),
         connector=connector,
         fallback="none" if fallback == "none" else "decode",
-        max_body_bytes=max_body_mb * _MIB,
+        limits=ClientLimits(body_bytes=max_body_mb * _MIB),
         timeouts=Timeouts(
             connect=connect_timeout,
             prefill=prefill_timeout or None,
@@ -181,6 +181,7 @@ def _serve(config: ProxyConfig, listener: socket.socket, grace: float, log_level
     import uvicorn
 
     from proxy.app import create_app
+    from proxy.client_protocol import protocol_class
 
     class Server(uvicorn.Server):
         """Ends at once at the second signal, whichever it is."""
@@ -194,17 +195,16 @@ def _serve(config: ProxyConfig, listener: socket.socket, grace: float, log_level
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for name in ("httpx", "httpcore"):  # they would log lines for each engine call
-        logging.getLogger(name).setLevel(logging.WARNING)
     server = Server(
         uvicorn.Config(
             create_app(config),
-            http="httptools",
+            http=protocol_class(config.limits),
             loop="uvloop",
             log_level=log_level,
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             date_header=True,
             timeout_graceful_shutdown=max(1, round(grace)),
             backlog=4096,

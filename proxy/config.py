@@ -33,6 +33,21 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What a client may take, in seconds and bytes.
+
+    `head_seconds` for its headers; `body_seconds` for each stretch of its body, which must come at 1 KiB a second;
+    `write_seconds` without reading anything of an answer that waits for it.
+    """
+
+    head_seconds: float = 10.0
+    body_seconds: float = 20.0
+    write_seconds: float = 300.0
+    head_bytes: int = 64 * 1024
+    body_bytes: int = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """Everything that `create_app` needs.
 
@@ -45,7 +60,7 @@ class ProxyConfig:
     excluded_pairs: frozenset[tuple[str, str]] = frozenset()
     connector: str = "nixl"
     fallback: Literal["decode", "none"] = "decode"
-    max_body_bytes: int = 64 * 1024 * 1024
+    limits: ClientLimits = ClientLimits()
     timeouts: Timeouts = Timeouts()
     health_interval: float = 2.0
     lease_seconds: float = 30.0

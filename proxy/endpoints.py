@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,10 +62,15 @@ class Pools:
     endpoints: tuple[Endpoint, ...]
     excluded: frozenset[tuple[str, str]] = frozenset()
     on_change: Callable[[Endpoint, State], None] = field(default=lambda _endpoint, _state: None)
+    _by_role: dict[Role, tuple[Endpoint, ...]] = field(init=False, repr=False)
 
-    def of_role(self, role: Role) -> list[Endpoint]:
+    def __post_init__(self) -> None:
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        self._by_role = {role: tuple(item for item in self.endpoints if item.role == role) for role in roles}
+
+    def of_role(self, role: Role) -> Sequence[Endpoint]:
         """Return the endpoints of one pool."""
-        return [endpoint for endpoint in self.endpoints if endpoint.role == role]
+        return self._by_role[role]
 
     def partners(self, decode: Endpoint) -> list[Endpoint]:
         """Return the ready prefill endpoints that may serve with this decode endpoint."""

@@ -1,37 +1,25 @@
-"""HTTP to engines. The only module that knows the HTTP library; foreign errors are translated here.
+"""HTTP to engines: a keep-alive pool for each endpoint. The only module that opens connections.
 
-Connections are kept alive and not limited in number: the proxy's own admission bounds them. Every failure becomes an
+Connections are not limited in number: the proxy's own admission bounds them. Every failure becomes an
 `EngineFailedError` (or `EngineTimeoutError`) whose message names the leg and the endpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+import ssl
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import httpx
+from urllib.parse import urlsplit
 
 from proxy.config import Timeouts
 from proxy.endpoints import Endpoint
-from proxy.errors import EngineFailedError, EngineTimeoutError
+from proxy.engine_connection import EngineConnection, Exchange, Limit
+from proxy.errors import EngineFailedError
 
 # Shorter than the 5 s after which vLLM's server closes idle connections, so that none is used while it goes.
 _KEEPALIVE_S = 4.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """How long to wait for an engine, None for ever; `total` is the whole request's limit where that comes first."""
-
-    seconds: float | None
-    total: float | None = None
-
-    def __str__(self) -> str:
-        if self.total is not None:
-            return f"was not done within the request's {self.total:g} s"
-        return f"gave nothing for {self.seconds:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,98 +32,153 @@ class EngineReply:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStream:
-    """An answer whose body is still coming, in the pieces in which it arrives."""
+class EngineRequest:
+    """What an engine is asked.
 
-    status: int
+    One that is `replayable` is sent once more where a reused connection turns out to have been closed: an engine may
+    have got it twice then, which a handoff must never be. `on_sent` hears of the exchange as soon as the engine may
+    know of the request.
+    """
+
+    path: str
+    body: bytes
     headers: Mapping[str, str]
-    chunks: AsyncIterator[bytes]
+    method: str = "POST"
+    replayable: bool = False
+    on_sent: Callable[[Exchange], None] | None = None
+
+
+class _Pool:
+    """The connections to one engine: idle ones by age, and all of them, to be closed at the end."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if tls else 80)
+        self.prefix = parts.path.rstrip("/")
+        self.authority = parts.netloc.rpartition("@")[2]
+        self.ssl = ssl.create_default_context() if tls else None
+        self.idle: dict[EngineConnection, None] = {}
+        self.open: set[EngineConnection] = set()
+
+    def reuse(self) -> EngineConnection | None:
+        """Return the connection that was used last, None where all are too old."""
+        self._drop_old()
+        while self.idle:
+            connection, _ = self.idle.popitem()
+            if connection.usable:
+                return connection
+        return None
+
+    async def connect(self) -> EngineConnection:
+        """Open a connection."""
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: EngineConnection(self._free, self._lost),
+            self.host,
+            self.port,
+            ssl=self.ssl,
+            server_hostname=self.host if self.ssl is not None else None,
+        )
+        self.open.add(connection)
+        return connection
+
+    def close(self) -> None:
+        """Cut all connections."""
+        for connection in list(self.open):
+            connection.drop()
+
+    def _free(self, connection: EngineConnection) -> None:
+        connection.freed_at = time.monotonic()
+        self.idle[connection] = None
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Close what has been idle for too long, oldest first."""
+        oldest = time.monotonic() - _KEEPALIVE_S
+        while self.idle:
+            connection = next(iter(self.idle))
+            if connection.freed_at > oldest:
+                return
+            del self.idle[connection]
+            connection.drop()
+
+    def _lost(self, connection: EngineConnection) -> None:
+        self.idle.pop(connection, None)
+        self.open.discard(connection)
 
 
 class EngineClient:
-    """Calls engines; `client` is closed by whoever made it."""
+    """Calls engines; closed by whoever made it."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._connect_limit = timeouts.connect
+        self._pools: dict[str, _Pool] = {}
 
-    async def call(
-        self, endpoint: Endpoint, path: str, body: bytes, headers: Mapping[str, str], *, leg: str, limit: Limit
-    ) -> EngineReply:
-        """POST and read the whole answer within the limit."""
-        with _translated(endpoint, leg, limit):
-            async with asyncio.timeout(limit.seconds):
-                reply = await self._client.post(endpoint.url + path, content=body, headers=_raw(headers))
-        return EngineReply(reply.status_code, reply.headers, reply.content)
+    async def open(self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit) -> Exchange:
+        """Send a request and wait for status and headers; the caller closes the exchange."""
+        pool = self._pools.get(endpoint.url) or self._pools.setdefault(endpoint.url, _Pool(endpoint.url))
+        who = f"{leg}: {endpoint.name}"
+        head = _head(request, pool)
+        connection = pool.reuse()
+        while True:
+            fresh = connection is None
+            if connection is None:
+                connection = await self._connect(pool, who)
+            exchange = connection.send(head, request.body, who)
+            if request.on_sent is not None:
+                request.on_sent(exchange)
+            try:
+                await exchange.opened(limit)
+            except EngineFailedError:
+                exchange.close()
+                if fresh or not request.replayable or not exchange.untouched:
+                    raise
+                connection = None
+            except BaseException:
+                exchange.close()
+                raise
+            else:
+                return exchange
+
+    async def call(self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit) -> EngineReply:
+        """Send a request and read the whole answer within the limit."""
+        since = time.monotonic()
+        exchange = await self.open(endpoint, request, leg=leg, limit=limit)
+        try:
+            return EngineReply(exchange.status, exchange.headers, await exchange.whole(limit, since))
+        finally:
+            exchange.close()
 
     async def get(self, endpoint: Endpoint, path: str, limit: float, headers: Mapping[str, str]) -> EngineReply:
         """GET within `limit` seconds."""
-        with _translated(endpoint, path, Limit(limit)):
-            async with asyncio.timeout(limit):
-                reply = await self._client.get(endpoint.url + path, headers=_raw(headers))
-        return EngineReply(reply.status_code, reply.headers, reply.content)
+        request = EngineRequest(path, b"", headers, method="GET", replayable=True)
+        return await self.call(endpoint, request, leg=path, limit=Limit(limit))
 
-    @asynccontextmanager
-    async def stream(
-        self,
-        endpoint: Endpoint,
-        path: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        *,
-        leg: str,
-        patience: Callable[[], Limit],
-    ) -> AsyncIterator[EngineStream]:
-        """POST and give status and headers as soon as they are there; the connection closes with the block.
+    def connections(self) -> int:
+        """Return how many connections are open."""
+        return sum(len(pool.open) for pool in self._pools.values())
 
-        `patience` is asked anew for each wait: for the headers, then for each piece.
-        """
-        request = self._client.build_request("POST", endpoint.url + path, content=body, headers=_raw(headers))
-        limit = patience()
-        with _translated(endpoint, leg, limit):
-            async with asyncio.timeout(limit.seconds):
-                reply = await self._client.send(request, stream=True)
+    def close(self) -> None:
+        """Cut all connections."""
+        for pool in self._pools.values():
+            pool.close()
+
+    async def _connect(self, pool: _Pool, who: str) -> EngineConnection:
         try:
-            yield EngineStream(reply.status_code, reply.headers, _chunks(endpoint, reply, leg, patience))
-        finally:
-            await reply.aclose()
+            async with asyncio.timeout(self._connect_limit):
+                return await pool.connect()
+        except (OSError, TimeoutError) as error:  # ssl's errors are OSErrors too
+            raise EngineFailedError(f"{who} refuses connections", refused=True) from error
 
 
-async def _chunks(
-    endpoint: Endpoint, reply: httpx.Response, leg: str, patience: Callable[[], Limit]
-) -> AsyncIterator[bytes]:
-    iterator = aiter(reply.aiter_bytes())
-    while True:
-        limit = patience()
-        with _translated(endpoint, leg, limit):
-            try:
-                async with asyncio.timeout(limit.seconds):
-                    chunk = await anext(iterator)
-            except StopAsyncIteration:
-                return
-        yield chunk
-
-
-def make_http_client(timeouts: Timeouts) -> httpx.AsyncClient:
-    """Return a client fit for thousands of streams: no limit on connections, no proxy from the environment."""
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=timeouts.connect),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S),
-        trust_env=False,
-    )
-
-
-def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers as bytes: a client's may hold more than ASCII, which the library would refuse as text."""
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-
-
-@contextmanager
-def _translated(endpoint: Endpoint, leg: str, limit: Limit) -> Iterator[None]:
-    try:
-        yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise EngineFailedError(f"{leg}: {endpoint.name} refuses connections", refused=True) from error
-    except TimeoutError as error:
-        raise EngineTimeoutError(f"{leg}: {endpoint.name} {limit}", counts=limit.total is None) from error
-    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError) as error:
-        raise EngineFailedError(f"{leg}: {endpoint.name} broke off: {type(error).__name__}") from error
+def _head(request: EngineRequest, pool: _Pool) -> bytes:
+    """Return the request line and headers; raises `ValueError` for a value that would begin a line of its own."""
+    lines = [f"{request.method} {pool.prefix}{request.path} HTTP/1.1", f"host: {pool.authority}"]
+    if request.method != "GET":
+        lines.append(f"content-length: {len(request.body)}")
+    lines += [f"{name}: {value}" for name, value in request.headers.items()]
+    text = "\r\n".join(lines)
+    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
+        raise ValueError("a header value holds a line break")
+    return (text + "\r\n\r\n").encode("latin-1")

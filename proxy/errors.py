@@ -2,9 +2,13 @@
 
     ProxyError
     ├── BadRequestError          400   the body or a field is wrong; nothing was sent to an engine
+    ├── UnauthorizedError        401   no API key, or one that isn't known
     ├── NotFoundError            404   no such route
     ├── MethodNotAllowedError    405   the route exists, the method doesn't
+    ├── SlowClientError          408   headers or body came too slowly
     ├── BodyTooLargeError        413   over --max-body-mb
+    ├── RateLimitedError         429   the API key's requests or tokens a minute are spent
+    ├── HeadersTooLargeError     431   over the limit of headers
     ├── NotSupportedError        501   a known route that cannot be served here, with the reason
     ├── EngineFailedError        502   an engine broke off or answered nonsense
     ├── NoEndpointError          503   no engine can take the request now
@@ -15,6 +19,7 @@ An engine's own error answer is no ProxyError: it goes to the client as the engi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -38,6 +43,16 @@ class BadRequestError(ProxyError):
     kind = "invalid_request_error"
 
 
+class UnauthorizedError(ProxyError):
+    """No API key, or one that isn't known."""
+
+    status = 401
+    kind = "authentication_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
 class NotFoundError(ProxyError):
     """There is no such route."""
 
@@ -52,10 +67,35 @@ class MethodNotAllowedError(ProxyError):
     kind = "invalid_request_error"
 
 
+class SlowClientError(ProxyError):
+    """Headers or body came too slowly."""
+
+    status = 408
+    kind = "timeout_error"
+
+
 class BodyTooLargeError(ProxyError):
     """The body is over the limit."""
 
     status = 413
+    kind = "invalid_request_error"
+
+
+class RateLimitedError(ProxyError):
+    """The API key's requests or tokens a minute are spent; `seconds` until a retry can succeed."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, seconds: float | None) -> None:
+        headers = {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
+        super().__init__(message, code="rate_limit_exceeded", headers=headers)
+
+
+class HeadersTooLargeError(ProxyError):
+    """The headers are over the limit."""
+
+    status = 431
     kind = "invalid_request_error"
 
 
@@ -98,9 +138,12 @@ class EngineTimeoutError(EngineFailedError):
 
 _ANTHROPIC_KIND = {
     400: "invalid_request_error",
+    401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

@@ -7,9 +7,10 @@ one field) end it: vLLM 0.32 trips an assertion on it. Headers go by an allow li
 from __future__ import annotations
 
 import json
+import random
 import re
-import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from proxy.errors import BadRequestError
@@ -57,15 +58,28 @@ def without_transfer_fields(raw: bytes, **more: Any) -> bytes:
     return _dump({name: value for name, value in fields.items() if name not in TRANSFER_FIELDS} | more)
 
 
-def headers_for_engine(client: Mapping[str, str], request_id: str, api_key: str | None) -> dict[str, str]:
-    """Return the headers of an engine call. The client's Authorization passes only where engines have no own key."""
+@dataclass(frozen=True, slots=True)
+class Authorization:
+    """What engines are told: their own key; else, where the proxy checks no keys itself, what the client sent."""
+
+    engine_key: str | None = None
+    pass_on: bool = True
+
+    def header(self, client: Mapping[str, str]) -> str | None:
+        """Return the header's value for a request of this client."""
+        if self.engine_key is not None:
+            return f"Bearer {self.engine_key}"
+        return client.get("authorization") if self.pass_on else None
+
+
+def headers_for_engine(client: Mapping[str, str], request_id: str, authorization: Authorization) -> dict[str, str]:
+    """Return the headers of an engine call."""
     headers = {name: client[name] for name in _TO_ENGINE if name in client}
     headers["x-request-id"] = request_id
     headers["accept-encoding"] = "identity"
-    if api_key is not None:
-        headers["authorization"] = f"Bearer {api_key}"
-    elif "authorization" in client:
-        headers["authorization"] = client["authorization"]
+    value = authorization.header(client)
+    if value is not None:
+        headers["authorization"] = value
     return headers
 
 
@@ -81,21 +95,29 @@ def safe_request_id(given: str | None) -> str | None:
 
 def new_request_id() -> str:
     """Return a fresh id for one attempt: both legs share it, no two attempts do."""
-    return f"pdc-{uuid.uuid4().hex}"
+    return f"pdc-{random.getrandbits(128):032x}"
 
 
-async def clean_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Take handoff fields out of a stream's events, wherever its pieces are cut; whole events come out."""
-    held = b""
-    async for chunk in chunks:
-        events, mark, held = (held + chunk).rpartition(b"\n\n")
-        if mark:
-            events = _NULL_TRANSFER.sub(b"", events)
-            if _SET_TRANSFER.search(events):
-                events = b"\n".join(map(_clean_line, events.split(b"\n")))
-            yield events + mark
-    if held:
-        yield held
+class EventCleaner:
+    """Takes handoff fields out of a stream's events, wherever its pieces are cut; whole events come out."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the events that are now complete."""
+        events, mark, self._held = (self._held + data).rpartition(b"\n\n")
+        if not mark:
+            return b""
+        events = _NULL_TRANSFER.sub(b"", events)
+        if _SET_TRANSFER.search(events):
+            events = b"\n".join(map(_clean_line, events.split(b"\n")))
+        return events + mark
+
+    def rest(self) -> bytes:
+        """Return what the stream ended with, if that was no whole event."""
+        held, self._held = self._held, b""
+        return held
 
 
 def _clean_line(line: bytes) -> bytes:

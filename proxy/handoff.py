@@ -6,9 +6,9 @@ new request id and a new prefill; an engine's 4xx goes to the client as it is, a
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ import orjson
 from proxy.config import ProxyConfig
 from proxy.connectors.base import Connector
 from proxy.endpoints import Endpoint, Pools
-from proxy.engine_client import EngineClient, EngineReply, EngineStream, Limit
+from proxy.engine_client import EngineClient, EngineReply, EngineRequest
+from proxy.engine_connection import Exchange, Limit
 from proxy.errors import EngineFailedError, EngineTimeoutError, NoEndpointError
 from proxy.firewall import (
-    clean_events,
+    Authorization,
     clean_reply,
     has_transfer_fields,
     headers_for_client,
@@ -30,7 +31,8 @@ from proxy.firewall import (
 )
 from proxy.metrics import Metrics
 from proxy.peek import RefusedEvent, first_events
-from proxy.relay import Answer
+from proxy.relay import Answer, EngineStream
+from proxy.release import Releases
 from proxy.request import InferenceRequest, why_aggregated
 from proxy.scheduling.base import Placement
 from proxy.scheduling.profile import Scheduler
@@ -44,6 +46,14 @@ _USABLE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """An answer and what gives back all that it holds."""
+
+    answer: Answer
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Handoffs:
     """Serves requests on pairs."""
 
@@ -53,11 +63,12 @@ class Handoffs:
     connector: Connector
     client: EngineClient
     metrics: Metrics
+    releases: Releases
+    authorization: Authorization
     clock: Callable[[], float]
 
-    @asynccontextmanager
-    async def serve(self, request: InferenceRequest, trace: Trace) -> AsyncIterator[Answer]:
-        """Give the answer while its connections and reservations are held; raises `ProxyError`."""
+    async def serve(self, request: InferenceRequest, trace: Trace) -> Served:
+        """Return the answer, its connection and reservations held until it is closed; raises `ProxyError`."""
         aggregated = why_aggregated(request.fields)
         tried: set[str] = set()
         retried: set[str] = set()
@@ -66,21 +77,22 @@ class Handoffs:
             if placement is None:
                 raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
             trace.placed = trace.placed or self.clock()
-            async with AsyncExitStack() as stack:
-                try:
-                    run = _Attempt(self, request, placement, trace, stack, retried)
-                    answer = await run.answer()
-                except EngineTimeoutError:
-                    raise  # the time is spent; another attempt would double it
-                except EngineFailedError:
-                    if run.leg in retried:
-                        raise
-                    retried.add(run.leg)
-                    self.metrics.retries.labels(run.leg).inc()
-                    tried.update(run.failed)
-                    continue
-                yield answer
-                return
+            run = _Attempt(self, request, placement, trace, retried)
+            try:
+                return Served(await run.answer(), run.close)
+            except EngineTimeoutError:
+                run.close()
+                raise  # the time is spent; another attempt would double it
+            except EngineFailedError:
+                run.close()
+                if run.leg in retried:
+                    raise
+                retried.add(run.leg)
+                self.metrics.retries.labels(run.leg).inc()
+                tried.update(run.failed)
+            except BaseException:
+                run.close()
+                raise
 
     def count_fallback(self, reason: str, trace: Trace) -> None:
         """Note that decode serves alone because prefill could not; refuse where the policy says so."""
@@ -103,24 +115,25 @@ class _Attempt:
         request: InferenceRequest,
         placement: Placement,
         trace: Trace,
-        stack: AsyncExitStack,
         retried: Collection[str],
     ) -> None:
         self._of = handoffs
         self._request = request
         self._placement = placement
         self._trace = trace
-        self._stack = stack
         self._retried = retried
-        self._headers = headers_for_engine(request.headers, new_request_id(), handoffs.config.engine_api_key)
+        self._headers = headers_for_engine(request.headers, new_request_id(), handoffs.authorization)
         self._timeouts = handoffs.config.timeouts
-        self._pause = self._timeouts.headers  # the longest wait for a stream's next piece
+        self._reserved = False
+        self._stream: Exchange | None = None
+        self._sent: Exchange | None = None  # the leg that an engine may know of
         self.failed: list[str] = []
         self.leg: Literal["prefill", "lease", "decode"] = "prefill"
 
     async def answer(self) -> Answer:
         """Run the legs; raises `EngineFailedError` where another attempt may help."""
-        self._stack.enter_context(self._placement.decode.reserved())
+        self._placement.decode.in_flight += 1
+        self._reserved = True
         self._trace.prefill_began = self._trace.prefill_ended = None
         if self._placement.prefill is None:
             self._count_alone(self._placement.reason)
@@ -134,6 +147,14 @@ class _Attempt:
             self._of.count_fallback("prefill_failed" if reply is None else "no_handoff", self._trace)
             return await self._decode(self._alone_body())
         return await self._decode_with(handoff)
+
+    def close(self) -> None:
+        """Give back the decode connection and the reservation."""
+        if self._stream is not None:
+            self._stream.close()
+        if self._reserved:
+            self._reserved = False
+            self._placement.decode.in_flight -= 1
 
     def _limit(self, seconds: float | None) -> Limit:
         """Return a phase's limit, or what is left of the whole request's where that is less."""
@@ -158,34 +179,61 @@ class _Attempt:
             with prefill.reserved():
                 reply = await self._of.client.call(
                     prefill,
-                    self._request.kind.route,
-                    body,
-                    self._headers,
+                    self._asked(body, replayable=True),
                     leg="prefill",
                     limit=self._limit(self._timeouts.prefill),
                 )
-            if reply.status >= _SERVER_ERROR:
-                raise _answered("prefill", prefill, reply.status)
-        except EngineFailedError as error:
-            self._note_failure(prefill, error)
-            if "prefill" in self._retried and not isinstance(error, EngineTimeoutError):
-                return None
+        except asyncio.CancelledError:  # the client left; what prefill may have answered at that moment is released
+            arrived = None if self._sent is None else self._sent.arrived()
+            self._release(None if arrived is None else self._of.connector.handoff(_json_object(arrived)))
             raise
+        except EngineFailedError as error:
+            self._prefill_failed(prefill, error)
+            return None
+        if reply.status >= _SERVER_ERROR:
+            self._prefill_failed(prefill, _answered("prefill", prefill, reply.status))
+            return None
         self._trace.prefill_ended = self._of.clock()
         self._of.pools.succeeded(prefill)
         return reply
 
+    def _prefill_failed(self, prefill: Endpoint, error: EngineFailedError) -> None:
+        """Raise where another try may help, or none would; return where decode may serve alone."""
+        self._note_failure(prefill, error)
+        if "prefill" not in self._retried or isinstance(error, EngineTimeoutError):
+            raise error
+
     async def _decode_with(self, handoff: Mapping[str, Any]) -> Answer:
-        """Run the decode leg; count the handoff as stranded where decode isn't known to have taken it."""
-        taken = False
+        """Run the decode leg. KV that decode never heard of is released; with the rest decode deals itself."""
+        self._sent = None
         try:
             self._refuse_stale()
-            answer = await self._decode(self._of.connector.decode_body(self._request, handoff))
-            taken = True
-            return answer
-        finally:
-            if not taken:
+            return await self._decode(self._of.connector.decode_body(self._request, handoff))
+        except EngineFailedError as error:
+            died = self._went_silent() and not isinstance(error, EngineTimeoutError)
+            if died or self.leg == "lease":
                 self._of.metrics.stranded.inc()
+            raise
+        finally:
+            if self._sent is None and self.leg != "lease":
+                self._release(handoff)
+
+    def _went_silent(self) -> bool:
+        return self._sent is not None and not self._sent.status
+
+    def _asked(self, body: bytes, *, replayable: bool = False) -> EngineRequest:
+        return EngineRequest(
+            self._request.kind.route, body, self._headers, replayable=replayable, on_sent=self._note_sent
+        )
+
+    def _note_sent(self, exchange: Exchange) -> None:
+        self._sent = exchange
+
+    def _release(self, handoff: Mapping[str, Any] | None) -> None:
+        """Have KV freed that nobody will fetch."""
+        if handoff is not None:
+            body = self._of.connector.release_body(self._request, handoff)
+            self._of.releases.begin(self._placement.decode, body, self._headers)
 
     def _refuse_stale(self) -> None:
         """Raise where prefill may have freed the KV by the time decode asks for it: decode would answer nonsense."""
@@ -214,42 +262,30 @@ class _Attempt:
 
     async def _decode_whole(self, body: bytes) -> Answer:
         reply = await self._of.client.call(
-            self._placement.decode,
-            self._request.kind.route,
-            body,
-            self._headers,
-            leg="decode",
-            limit=self._limit(self._timeouts.headers),
+            self._placement.decode, self._asked(body), leg="decode", limit=self._limit(self._timeouts.headers)
         )
         self._trace.first_byte = self._of.clock()
         return _passed_on(reply, clean_reply(reply.body, self._request.fields))
 
     async def _decode_stream(self, body: bytes) -> Answer:
-        stream = await self._stack.enter_async_context(
-            self._of.client.stream(
-                self._placement.decode,
-                self._request.kind.route,
-                body,
-                self._headers,
-                leg="decode",
-                patience=lambda: self._limit(self._pause),
-            )
+        exchange = await self._of.client.open(
+            self._placement.decode, self._asked(body), leg="decode", limit=self._limit(self._timeouts.headers)
         )
-        if stream.status != _OK or not stream.headers.get("content-type", "").startswith("text/event-stream"):
-            return await self._gathered(stream)
-        chunks = clean_events(stream.chunks) if self._request.kind.echoes_request else stream.chunks
+        self._stream = exchange
+        if exchange.status != _OK or not exchange.headers.get("content-type", "").startswith("text/event-stream"):
+            return await self._gathered(exchange)
         try:
-            head = await first_events(chunks, self._request.kind)
+            head = await first_events(lambda: exchange.take(self._limit(self._timeouts.headers)), self._request.kind)
         except RefusedEvent as refused:
             return Answer(refused.status, {"content-type": "application/json"}, refused.body)
         self._trace.first_byte = self._of.clock()
-        self._pause = self._timeouts.idle
-        return Answer(_OK, headers_for_client(stream.headers), head, chunks)
+        rest = EngineStream(exchange, lambda: self._limit(self._timeouts.idle))
+        return Answer(_OK, headers_for_client(exchange.headers), head, rest)
 
-    async def _gathered(self, stream: EngineStream) -> Answer:
+    async def _gathered(self, exchange: Exchange) -> Answer:
         """Return an answer that is no stream, though one was asked for: errors mostly."""
-        body = b"".join([chunk async for chunk in stream.chunks])
-        reply = EngineReply(stream.status, stream.headers, body)
+        body = await exchange.whole(self._limit(self._timeouts.idle), self._of.clock())
+        reply = EngineReply(exchange.status, exchange.headers, body)
         return _passed_on(reply, clean_reply(body, self._request.fields))
 
     def _alone_body(self) -> bytes:

@@ -7,7 +7,7 @@ chat, after `response.created` in responses. Such events are held back until the
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 
 from proxy.errors import EngineFailedError
 from proxy.request import ApiKind
@@ -26,15 +26,15 @@ class RefusedEvent(Exception):  # noqa: N818 - an outcome, no failure of ours or
         self.body = body
 
 
-async def first_events(chunks: AsyncIterator[bytes], kind: ApiKind) -> bytes:
-    """Return the bytes up to and including the first event that is no preamble.
+async def first_events(take: Callable[[], Awaitable[bytes]], kind: ApiKind) -> bytes:
+    """Return the bytes up to and including the first event that is no preamble; `take` gives the next ones.
 
     Raises `RefusedEvent` for an error that is the client's, `EngineFailedError` for any other. Bytes are returned
     as they came; a stream that ends before such an event has failed.
     """
     held = b""
     looked_at = 0
-    async for chunk in chunks:
+    while chunk := await take():
         held += chunk
         while (cut := _event_end(held, looked_at)) is not None:
             event, looked_at = held[looked_at:cut].lstrip(b"\r\n"), cut

@@ -1,18 +1,22 @@
-"""Engine bytes to the client: what an answer is made of, when a stream is whole, and how it is passed on."""
+"""Engine bytes to the client: what an answer is made of, when a stream is whole, and how it is passed on.
+
+Once a chunk: handoff fields are cut out where the API has them, events are counted, the time is stamped, and the end is
+looked for. Nothing else belongs here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import orjson
 
+from proxy.client import Client
+from proxy.engine_connection import Exchange, Limit
 from proxy.errors import EngineFailedError, ProxyError, error_body
+from proxy.firewall import EventCleaner
 from proxy.request import ApiKind
 from proxy.trace import Trace
-
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _CARRY = 48  # bytes kept from one chunk to the next, longer than any terminator
 _DONE = b"data: [DONE]"
@@ -20,65 +24,90 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
+class EngineStream:
+    """The rest of a stream, and how long it may be silent from now on."""
+
+    exchange: Exchange
+    idle: Callable[[], Limit]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """What the client will get: a whole body, or the first bytes of a stream (`body`) and the rest (`chunks`)."""
+    """What the client will get: a whole body, or the first bytes of a stream (`body`) and the rest."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
-    chunks: AsyncIterator[bytes] | None = None
+    stream: EngineStream | None = None
 
 
-@dataclass(slots=True)
-class StreamEnd:
-    """Tells how a stream ended, wherever its chunks are cut.
+class Relay:
+    """What becomes of a stream's bytes on their way, wherever its chunks are cut.
 
-    `complete`: with the event that its API ends with. `failed`: the engine itself reported an error in it.
+    `complete`: it had the event that its API ends with. `failed`: the engine itself reported an error in it.
     """
 
-    kind: ApiKind
-    complete: bool = False
-    failed: bool = False
-    _carry: bytes = field(default=b"\n")
+    __slots__ = ("_carry", "_cleaner", "_clock", "_failures", "_terminators", "_trace", "complete", "failed", "kind")
 
-    def feed(self, chunk: bytes) -> None:
-        """Look at the next bytes."""
-        text = self._carry + chunk
-        if any(mark in text for mark in self.kind.terminators):
-            self.complete = True
-        if any(b"\n" + mark in text for mark in self.kind.failures):
-            self.failed = True
+    def __init__(self, kind: ApiKind, trace: Trace, clock: Callable[[], float]) -> None:
+        self.kind = kind
+        self.complete = False
+        self.failed = False
+        self._trace = trace
+        self._clock = clock
+        self._cleaner = EventCleaner() if kind.echoes_request else None
+        self._terminators = kind.terminators
+        self._failures = tuple(b"\n" + mark for mark in kind.failures)
+        self._carry = b"\n"
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what the client gets of the next bytes."""
+        if self._cleaner is not None:
+            data = self._cleaner.feed(data)
+        trace = self._trace
+        trace.last_byte = self._clock()
+        trace.events += data.count(b"\ndata:") + data.startswith(b"data:")
+        if self.complete and not self.failed:
+            return data
+        text = self._carry + data
         self._carry = text[-_CARRY:]
+        for mark in self._terminators:
+            if mark in text:
+                self.complete = trace.complete = True
+        for mark in self._failures:
+            if mark in text:
+                self.failed = True
+        if self.failed:  # what failed must not end like what succeeded
+            return data.partition(_DONE)[0]
+        return data
+
+    def end(self, error: EngineFailedError | None) -> bytes:
+        """Return the last bytes: an error event where the stream broke off."""
+        rest = self._cleaner.rest() if self._cleaner is not None else b""
+        if error is None and not self.complete and not self.failed:
+            error = EngineFailedError("decode: the engine ended the stream before it was complete")
+        if error is not None and not self.complete and not self.failed:
+            self._trace.outcome = "upstream_aborted"
+            return rest + error_event(error, self.kind)
+        if self.failed:
+            self._trace.outcome = "upstream_aborted"
+        return rest
 
 
 async def send_answer(
-    answer: Answer, headers: Mapping[str, str], kind: ApiKind, send: Send, trace: Trace, clock: Callable[[], float]
+    answer: Answer,
+    headers: Mapping[str, str],
+    kind: ApiKind,
+    client: Client,
+    trace: Trace,
+    clock: Callable[[], float],
 ) -> None:
     """Send an answer with further headers; a stream that breaks off ends with an error event."""
-    if answer.chunks is None:
-        await send_whole(answer.status, {**answer.headers, **headers}, answer.body, send)
+    if answer.stream is None:
+        await client.respond(answer.status, {**answer.headers, **headers}, answer.body)
         return
-    await _start(answer.status, {**answer.headers, **_STREAM_HEADERS, **headers}, send)
-    end = StreamEnd(kind)
-    try:
-        await _pass_on(answer.body, end, send, trace, clock)
-        async for chunk in answer.chunks:
-            await _pass_on(chunk, end, send, trace, clock)
-        if not end.complete and not end.failed:
-            raise EngineFailedError("decode: the engine ended the stream before it was complete")
-    except EngineFailedError as error:
-        if not end.complete and not end.failed:
-            trace.outcome = "upstream_aborted"
-            await send({"type": "http.response.body", "body": error_event(error, kind), "more_body": True})
-    if end.failed:
-        trace.outcome = "upstream_aborted"
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def send_whole(status: int, headers: Mapping[str, str], body: bytes, send: Send) -> None:
-    """Send a response whose body is all there."""
-    await _start(status, {**headers, "content-length": str(len(body))}, send)
-    await send({"type": "http.response.body", "body": body})
+    await client.start(answer.status, {**answer.headers, **_STREAM_HEADERS, **headers})
+    await client.relay(answer.body, answer.stream.exchange, answer.stream.idle, Relay(kind, trace, clock))
 
 
 def error_event(error: ProxyError, kind: ApiKind) -> bytes:
@@ -86,18 +115,3 @@ def error_event(error: ProxyError, kind: ApiKind) -> bytes:
     data = orjson.dumps(error_body(error, anthropic=kind.anthropic))
     name = b"event: error\n" if kind.anthropic or kind.route == "/v1/responses" else b""
     return b"\n\n" + name + b"data: " + data + b"\n\n"
-
-
-async def _start(status: int, headers: Mapping[str, str], send: Send) -> None:
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-async def _pass_on(chunk: bytes, end: StreamEnd, send: Send, trace: Trace, clock: Callable[[], float]) -> None:
-    end.feed(chunk)
-    if end.failed:  # what failed must not end like what succeeded
-        chunk = chunk.partition(_DONE)[0]
-    trace.complete = end.complete
-    trace.events += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
-    trace.last_byte = clock()
-    await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -88,7 +88,6 @@ class InferenceRequest:
     raw: bytes
     fields: Mapping[str, Any]
     headers: Mapping[str, str] = field(default_factory=dict)
-    client_request_id: str | None = None
 
     @property
     def stream(self) -> bool:

@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.config import ProxyConfig
-from proxy.engine_client import EngineClient, EngineReply, Limit
-from proxy.errors import (
-    BodyTooLargeError,
-    EngineFailedError,
-    NoEndpointError,
-    NotSupportedError,
-    ProxyError,
-    error_body,
-)
-from proxy.firewall import (
-    clean_reply,
-    has_transfer_fields,
-    headers_for_client,
-    headers_for_engine,
-    new_request_id,
-    refuse_transfer_fields,
-    safe_request_id,
-    without_transfer_fields,
-)
-from proxy.handoff import Handoffs
-from proxy.load import Watcher
-from proxy.metrics import Metrics
-from proxy.relay import send_answer, send_whole
-from proxy.request import KINDS, ApiKind, InferenceRequest, parse_object
-from proxy.trace import Trace, outcome_of
-
-_LOG = logging.getLogger("proxy.routes")
+from proxy.client import header_map
+from proxy.engine_client import EngineReply
+from proxy.errors import EngineFailedError, NoEndpointError, NotSupportedError, ProxyError, error_body
+from proxy.firewall import headers_for_client, headers_for_engine, new_request_id
+from proxy.inference import CALL_LIMIT_S, InferenceRoute, PassedOnRoute, Services
+from proxy.request import KINDS
 
 # Served whole by one decode endpoint.
 PASSED_ON: Mapping[str, tuple[str, ...]] = {
@@ -77,28 +52,25 @@ NOT_SERVED: Mapping[str, str] = {
     "/v1/moderations": "there is no moderation model behind this endpoint",
 }
 _ANY_METHOD = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-_CALL_LIMIT_S = 600.0
+_ANY_OBJECT = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 _CLIENT_ERROR, _UNAVAILABLE = 400, 503
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What the routes work with; made once by `create_app`."""
-
-    config: ProxyConfig
-    handoffs: Handoffs
-    client: EngineClient
-    watcher: Watcher
-    metrics: Metrics
+def hot_routes(services: Services) -> Mapping[str, ASGIApp]:
+    """Return the routes that engines serve, by path; the application calls them without FastAPI's own layers."""
+    routes: dict[str, ASGIApp] = {kind.route: InferenceRoute(services, kind) for kind in KINDS.values()}
+    return routes | {path: PassedOnRoute(services, path) for path in PASSED_ON}
 
 
-def make_router(services: Services) -> APIRouter:
+def make_router(services: Services, hot: Mapping[str, ASGIApp]) -> APIRouter:
     """Return all routes."""
     router = APIRouter()
-    for kind in KINDS.values():
-        router.add_api_route(kind.route, _inference_route(services, kind), methods=["POST"], response_model=None)
-    for path, methods in PASSED_ON.items():
-        router.add_api_route(path, _passing_route(services, path), methods=list(methods), response_model=None)
+    for path, route in hot.items():
+        methods = list(PASSED_ON.get(path, ("POST",)))
+        body = {"requestBody": _ANY_OBJECT} if "POST" in methods else None
+        router.add_api_route(
+            path, _as_endpoint(route), methods=methods, response_model=None, openapi_extra=body, name=path
+        )
     for path, reason in NOT_SERVED.items():
         router.add_api_route(path, _refusing_route(path, reason), methods=_ANY_METHOD, include_in_schema=False)
     own = _OwnRoutes(services)
@@ -115,167 +87,22 @@ def error_response(error: ProxyError, *, anthropic: bool = False) -> Response:
     return Response(body, error.status, error.headers, "application/json")
 
 
-def _inference_route(services: Services, kind: ApiKind) -> Any:
-    def respond(request: Request, raw: bytes, fields: Mapping[str, Any], trace: Trace) -> Response:
-        given = safe_request_id(request.headers.get("x-request-id"))
-        return _InferenceResponse(services, InferenceRequest(kind, raw, fields, request.headers, given), trace)
+class _Delegated(Response):
+    """A response that an ASGI application sends."""
 
-    return _counted_route(services, kind.route, respond, anthropic=kind.anthropic)
-
-
-def _passing_route(services: Services, path: str) -> Any:
-    def respond(request: Request, raw: bytes, fields: Mapping[str, Any], trace: Trace) -> Response:
-        return _PassedOnResponse(services, request, raw, fields, trace)
-
-    return _counted_route(services, path, respond, anthropic=path.startswith("/v1/messages"))
-
-
-def _counted_route(
-    services: Services,
-    path: str,
-    respond: Callable[[Request, bytes, Mapping[str, Any], Trace], Response],
-    *,
-    anthropic: bool,
-) -> Any:
-    """Return a handler that reads and checks the body, and counts the request where it goes no further."""
-    clock = services.handoffs.clock
-
-    async def handle(request: Request) -> Response:
-        trace = Trace(path, clock())
-        try:
-            raw = await read_body(request, services.config.max_body_bytes)
-            trace.began = clock()
-            fields = parse_object(raw) if request.method == "POST" else {}
-            refuse_transfer_fields(fields)
-        except ProxyError as error:
-            trace.outcome, trace.ended = "client_error", clock()
-            services.metrics.observe(trace)
-            return error_response(error, anthropic=anthropic)
-        except ClientDisconnect:
-            trace.outcome, trace.ended = "client_cancelled", clock()
-            services.metrics.observe(trace)
-            return Response(status_code=_CLIENT_ERROR)
-        return respond(request, raw, fields, trace)
-
-    return handle
-
-
-class _WatchedResponse(Response):
-    """Runs a request while it watches the client: one that leaves, in whatever phase, ends every engine call."""
-
-    def __init__(self, services: Services, trace: Trace) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         super().__init__()
-        self._services = services
-        self._trace = trace
+        self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        work = asyncio.ensure_future(self._serve(send))
-        gone = asyncio.ensure_future(_client_gone(receive))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                if not self._trace.complete:
-                    self._trace.outcome = "client_cancelled"
-                work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-            error = None if work.cancelled() else work.exception()
-            if error is not None:
-                self._trace.outcome = "internal_error"
-            self._trace.ended = self._services.handoffs.clock()
-            self._services.metrics.observe(self._trace)
-        if error is not None:
-            raise error
-
-    async def _serve(self, send: Send) -> None:
-        raise NotImplementedError
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
-class _InferenceResponse(_WatchedResponse):
-    """Serves on a pair."""
+def _as_endpoint(app: ASGIApp) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:  # noqa: ARG001 - FastAPI documents it by its signature
+        return _Delegated(app)
 
-    def __init__(self, services: Services, request: InferenceRequest, trace: Trace) -> None:
-        super().__init__(services, trace)
-        self._request = request
-
-    async def _serve(self, send: Send) -> None:
-        request, trace = self._request, self._trace
-        own = {"x-request-id": request.client_request_id or new_request_id()}
-        try:
-            async with self._services.handoffs.serve(request, trace) as answer:
-                own["x-pdcluster-path"] = f"{trace.path}; reason={trace.reason}" if trace.reason else trace.path
-                trace.outcome = outcome_of(answer.status)
-                await send_answer(answer, own, request.kind, send, trace, self._services.handoffs.clock)
-        except ProxyError as error:
-            trace.outcome = outcome_of(error.status)
-            body = orjson.dumps(error_body(error, anthropic=request.kind.anthropic))
-            headers = {"content-type": "application/json", **error.headers, **own}
-            await send_whole(error.status, headers, body, send)
-
-
-class _PassedOnResponse(_WatchedResponse):
-    """Serves by one call to the ready decode endpoint with the fewest requests in flight."""
-
-    def __init__(
-        self, services: Services, request: Request, raw: bytes, fields: Mapping[str, Any], trace: Trace
-    ) -> None:
-        super().__init__(services, trace)
-        self._request = request
-        self._raw = raw
-        self._fields = fields
-
-    async def _serve(self, send: Send) -> None:
-        request_id = safe_request_id(self._request.headers.get("x-request-id")) or new_request_id()
-        own = {"x-request-id": request_id}
-        try:
-            reply = await self._ask()
-        except ProxyError as error:
-            self._trace.outcome = outcome_of(error.status)
-            body = orjson.dumps(error_body(error, anthropic=self._trace.route.startswith("/v1/messages")))
-            await send_whole(error.status, {"content-type": "application/json", **error.headers, **own}, body, send)
-            return
-        self._trace.outcome = outcome_of(reply.status)
-        headers = {**headers_for_client(reply.headers), **own}
-        await send_whole(reply.status, headers, clean_reply(reply.body, self._fields), send)
-
-    async def _ask(self) -> EngineReply:
-        services, path = self._services, self._trace.route
-        ready = [endpoint for endpoint in services.handoffs.pools.of_role("decode") if endpoint.ready]
-        if not ready:
-            raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
-        endpoint = min(ready, key=lambda item: item.in_flight)
-        headers = headers_for_engine(self._request.headers, new_request_id(), services.config.engine_api_key)
-        with endpoint.reserved():
-            if self._request.method == "GET":
-                return await services.client.get(endpoint, path, _CALL_LIMIT_S, headers)
-            raw = without_transfer_fields(self._raw) if has_transfer_fields(self._fields) else self._raw
-            return await services.client.call(endpoint, path, raw, headers, leg=path, limit=Limit(_CALL_LIMIT_S))
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a body of at most `limit` bytes; one that says it is longer is refused before it is read.
-
-    What a refused client still sends is dropped by the server as it comes: closing at once would cost it the answer.
-    """
-    message = f"the body is over {limit // (1 << 20)} MiB (--max-body-mb)"
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise BodyTooLargeError(message)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError(message)
-        parts.append(part)
-    return b"".join(parts)
+    return endpoint
 
 
 def _refusing_route(path: str, reason: str) -> Any:
@@ -313,9 +140,9 @@ class _OwnRoutes:
         ready = [endpoint for endpoint in pools.of_role("decode") if endpoint.ready]
         if not ready:
             raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
-        headers = headers_for_engine(request.headers, new_request_id(), self._services.config.engine_api_key)
+        headers = headers_for_engine(header_map(request.scope), new_request_id(), self._services.authorization)
         replies = await asyncio.gather(
-            *(client.get(endpoint, "/v1/models", _CALL_LIMIT_S, headers) for endpoint in ready), return_exceptions=True
+            *(client.get(endpoint, "/v1/models", CALL_LIMIT_S, headers) for endpoint in ready), return_exceptions=True
         )
         models: dict[str, Any] = {}
         for reply in replies:

@@ -25,3 +25,7 @@ class Connector(Protocol):
     def decode_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
         """Return the body of the decode leg: the client's own and the handoff."""
         ...
+
+    def release_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
+        """Return the body of a completion that decode refuses, which makes it tell prefill to free the KV."""
+        ...

@@ -24,6 +24,7 @@ _DROPPED = (
     "logprob_token_ids",
     "background",
 )
+_TOO_MANY_TOKENS = 2**31 - 1
 _NEEDED = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
 
 
@@ -68,6 +69,17 @@ class NixlConnector:
         head = request.raw.rstrip()[:-1].rstrip()
         comma = b"" if head.endswith(b"{") else b","
         return head + comma + b'"kv_transfer_params":' + orjson.dumps(handoff) + b"}"
+
+    def release_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
+        """Return a completion of more tokens than any context holds.
+
+        vLLM 0.32 refuses it in its handler and there has prefill notified (`notify_kv_transfer_request_rejected`); a
+        body that breaks the schema would be refused before, and free nothing.
+        """
+        body: dict[str, Any] = {"prompt": "x", "max_tokens": _TOO_MANY_TOKENS, "kv_transfer_params": handoff}
+        if isinstance(request.fields.get("model"), str):
+            body["model"] = request.fields["model"]
+        return dump(body)
 
 
 def without_ec(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from proxy.app import create_app
+from proxy.client_protocol import protocol_class
 from proxy.config import EndpointConfig, ProxyConfig, Timeouts
 from tests.stand_in.engine import StandIn, Wire
 
@@ -63,11 +64,12 @@ class ProxyThread:
         self.port = self.socket.getsockname()[1]
         settings = uvicorn.Config(
             create_app(config, random.Random(1)),
-            http="httptools",
+            http=protocol_class(config.limits),
             loop="uvloop",
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=1,
         )
         self.server = uvicorn.Server(settings)

@@ -105,7 +105,7 @@ async def test_a_prefill_is_not_asked_for_log_probabilities_of_tokens(rig):
     assert rig.decodes[0].requests[0].json["logprob_token_ids"] == [1, 2]
 
 
-@pytest.mark.parametrize("path", ["/v1/models/", "/openapi.json", "/v1/completions/", "/load", "/reset_prefix_cache"])
+@pytest.mark.parametrize("path", ["/v1/models/", "/docs", "/v1/completions/", "/load", "/reset_prefix_cache"])
 async def test_paths_that_are_not_listed_are_404_and_counted_without_their_name(rig, path):
     reply = await rig.client.get(path)
     assert reply.status_code == 404

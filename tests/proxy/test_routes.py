@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from proxy.config import ClientLimits
 from tests.stand_in.engine import Fault
 
 CHAT = "/v1/chat/completions"
@@ -121,7 +122,7 @@ async def test_a_body_that_is_no_json_object_is_400_and_no_engine_is_called(rig,
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_over_the_limit_is_413(make_rig, chunked):
-    rig = await make_rig(max_body_bytes=1 << 20)
+    rig = await make_rig(limits=ClientLimits(body_bytes=1 << 20))
 
     async def parts():
         for _ in range(20):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from proxy.firewall import clean_events
+from proxy.firewall import EventCleaner
 from tests.stand_in.engine import Fault
 
 CHAT = "/v1/chat/completions"
@@ -102,16 +102,14 @@ async def test_comments_many_lines_and_a_huge_line_arrive_as_they_were_sent(rig,
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-async def test_handoffs_in_events_are_taken_out_wherever_the_stream_is_cut(size):
+def test_handoffs_in_events_are_taken_out_wherever_the_stream_is_cut(size):
     inner = {"id": "r", "text": "\ud83d é", "kv_transfer_params": {"remote_host": "10.0.0.1"}}
     events = b'event: a\ndata: {"x":1,"ec_transfer_params":null}\n\n'
     events += b"event: response.completed\ndata: " + json.dumps({"response": inner, "n": 1}).encode() + b"\n\n"
 
-    async def chunks():
-        for start in range(0, len(events), size):
-            yield events[start : start + size]
-
-    out = b"".join([chunk async for chunk in clean_events(chunks())])
+    cleaner = EventCleaner()
+    out = b"".join([cleaner.feed(events[start : start + size]) for start in range(0, len(events), size)])
+    out += cleaner.rest()
     first, second, rest = out.split(b"\n\n")
     assert first == b'event: a\ndata: {"x":1}'
     assert json.loads(second.partition(b"data: ")[2]) == {"response": {"id": "r", "text": "\ud83d é"}, "n": 1}
