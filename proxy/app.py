@@ -19,7 +19,7 @@ from proxy.connectors import CONNECTORS
 from proxy.endpoints import Endpoint, Pools, State
 from proxy.engine_client import EngineClient
 from proxy.errors import MethodNotAllowedError, NotFoundError, ProxyError
-from proxy.firewall import Authorization
+from proxy.firewall import Authorization, headers_for_engine
 from proxy.gate import Gate
 from proxy.handoff import Handoffs
 from proxy.inference import Services
@@ -59,11 +59,11 @@ def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI
     pools = Pools(endpoints, config.excluded_pairs, _log_change)
     client = EngineClient(config.timeouts)
     metrics = Metrics(endpoints)
-    key = config.engine_api_key
-    authorization = Authorization(key)
-    probe_headers = {"authorization": f"Bearer {key}"} if key else {}
+    authorization = Authorization(config.engine_api_key)
     releases = Releases(client, pools, metrics)
-    watcher = Watcher(pools, client, config.health_interval, probe_headers, time.monotonic)
+    watcher = Watcher(
+        pools, client, config.health_interval, headers_for_engine({}, "probe", authorization), time.monotonic
+    )
     handoffs = Handoffs(
         config=config,
         pools=pools,

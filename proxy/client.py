@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from proxy.engine_connection import Exchange, Limit
 from proxy.errors import BodyTooLargeError, EngineFailedError
+from proxy.exchange import Exchange, Limit
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -129,23 +129,45 @@ class AsgiClient:
             self._callback()
 
 
+class _WrappedClient(AsgiClient):
+    """A client under our server behind a middleware that wants to see what is sent."""
+
+    def __init__(self, linked: Client, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        self._linked = linked
+
+    async def body(self, limit: int) -> bytes:
+        """Return the whole body."""
+        return await self._linked.body(limit)
+
+    def when_gone(self, callback: Callable[[], object] | None) -> None:
+        """Have a callback called when the client leaves."""
+        self._callback = callback
+        self._linked.when_gone(None if callback is None else self._left)
+
+    def _left(self) -> None:
+        self.gone = True
+        if self._callback is not None:
+            self._callback()
+
+
 def client_of(scope: Scope, receive: Receive, send: Send) -> Client:
     """Return the client of a request."""
     linked = scope.get("extensions", {}).get(EXTENSION)
-    if linked is None or linked.send != send:  # another server, or a middleware that wants to see what is sent
+    if linked is None:
         return AsgiClient(scope, receive, send)
     client: Client = linked
-    return client
+    return client if linked.send == send else _WrappedClient(client, scope, receive, send)
 
 
-def header_map(scope: Scope) -> Mapping[str, str]:
-    """Return a request's headers; of a name that occurs twice the last value."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+def header_map(scope: Scope) -> Mapping[bytes, bytes]:
+    """Return a request's headers, names in lower case; of a name that occurs twice the last value."""
+    return dict(scope["headers"])
 
 
-def declared_length(headers: Mapping[str, str]) -> int:
+def declared_length(headers: Mapping[bytes, bytes]) -> int:
     """Return what `content-length` says, 0 where it says nothing."""
-    length = headers.get("content-length", "")
+    length = headers.get(b"content-length", b"")
     return int(length) if length.isdigit() and len(length) < 20 else 0  # noqa: PLR2004 - more digits than 64 bits have
 
 

@@ -10,14 +10,13 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from proxy.client import EXTENSION, ClientGoneError, Send, Transform, declared_length, header_map, refuse_longer
 from proxy.config import ClientLimits
-from proxy.engine_connection import Exchange, Limit
 from proxy.errors import (
     BadRequestError,
     EngineFailedError,
@@ -26,10 +25,14 @@ from proxy.errors import (
     SlowClientError,
     error_body,
 )
+from proxy.exchange import Exchange, Limit
 
 # A body must come at this pace at least, measured over each `ClientLimits.body_seconds`.
 _SLOWEST_BODY = 1024
 _LINGER_S = 2.0
+# Requests that a client may send before their turn.
+_PIPELINE = 16
+_Awaited = Literal["head", "body", ""]
 
 
 def protocol_class(limits: ClientLimits) -> type[asyncio.Protocol]:
@@ -40,11 +43,13 @@ def protocol_class(limits: ClientLimits) -> type[asyncio.Protocol]:
 class LinkedClient:
     """A request's client: the socket itself. See `client.Client`."""
 
-    __slots__ = ("_begun", "_callback", "_cycle", "_exchange", "gone", "send")
+    __slots__ = ("_begun", "_callback", "_cycle", "_exchange", "gone", "pieces", "send", "size")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.send: Send = cycle.send  # type: ignore[assignment]
         self.gone = False
+        self.pieces: list[bytes] = []  # of the body, and their size
+        self.size = 0
         self._begun = b""
         self._cycle = cycle
         self._callback: Callable[[], object] | None = None
@@ -60,14 +65,14 @@ class LinkedClient:
         if cycle.waiting_for_100_continue:
             cycle.waiting_for_100_continue = False
             cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        while cycle.more_body and len(cycle.body) <= limit and not cycle.disconnected:
+        while cycle.more_body and self.size <= limit and not cycle.disconnected:
             cycle.message_event.clear()
             await cycle.message_event.wait()
         if cycle.disconnected:
             raise ClientGoneError
-        body, cycle.body = bytes(cycle.body), bytearray()
-        refuse_longer(len(body), limit)
-        return body
+        refuse_longer(self.size, limit)
+        pieces, self.pieces = self.pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def when_gone(self, callback: Callable[[], object] | None) -> None:
         """Have a callback called when the client leaves; at once where it has left."""
@@ -130,23 +135,24 @@ class LinkedClient:
 class _Splice:
     """The end of a stream that lies in the client's socket."""
 
-    __slots__ = ("_cycle", "_done", "_transform", "_write")
+    __slots__ = ("_cycle", "_done", "_pass", "_transform", "_write")
 
     def __init__(self, cycle: RequestResponseCycle, transform: Transform, done: asyncio.Future[None]) -> None:
         self._cycle = cycle
         self._transform = transform
+        self._pass = transform.feed
         self._done = done
         self._write = cycle.transport.write
 
     def begin(self, head: bytes, data: bytes) -> None:
         """Write the head of the response and the first bytes of its body."""
         if not self._cycle.disconnected:
-            self._write(head + _chunk(self._transform.feed(data)))
+            self._write(head + _chunk(self._pass(data)))
 
     def feed(self, data: bytes) -> None:
         """Write the next bytes."""
         if not self._cycle.disconnected:
-            data = self._transform.feed(data)
+            data = self._pass(data)
             if data:
                 self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
@@ -191,41 +197,41 @@ class ClientProtocol(HttpToolsProtocol):
     def __init__(self, limits: ClientLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._receiving: LinkedClient = None  # type: ignore[assignment]  # set before any body comes
         self._clients: deque[LinkedClient] = deque()  # the one that is served, then pipelined ones
         self._in_head = False
         self._in_body = False
+        self._awaited: _Awaited = ""
         self._head_size = 0
-        self._body_size = 0
+        self._body_seen = 0
         self._timer: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._refusal: ProxyError | None = None
+        self._refused = False
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the client its time for a first request."""
         super().connection_made(transport)
-        self._arm(self._limits.head_seconds, self._head_is_late)
+        self._await("head")
 
     def data_received(self, data: bytes) -> None:
         """Parse, then see to what is still incomplete."""
+        if self._refused:
+            return
         self._head_size += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
-        if self._in_head:
-            if self._head_size > self._limits.head_bytes:
-                self.refuse(HeadersTooLargeError(f"the headers are over {self._limits.head_bytes} bytes"))
-            elif self._timer is None:
-                self._arm(self._limits.head_seconds, self._head_is_late)
+        if self._in_head and self._head_size > self._limits.head_bytes:
+            self.refuse(HeadersTooLargeError(f"the headers are over {self._limits.head_bytes} bytes"))
             return
-        self._head_size = 0
-        if self._in_body:
-            if self._timer is None:
-                self._body_size = 0
-                self._arm(self._limits.body_seconds, self._check_pace)
-        elif self._timer is not None:
-            self._disarm()
+        if not self._in_head:
+            self._head_size = 0
+        awaited: _Awaited = "head" if self._in_head else "body" if self._in_body else ""
+        if awaited != self._awaited:
+            self._await(awaited)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request's client."""
@@ -277,17 +283,20 @@ class ClientProtocol(HttpToolsProtocol):
         client = LinkedClient(self.cycle)
         self.scope["extensions"] = {EXTENSION: client}  # type: ignore[dict-item]
         self._clients.append(client)
+        if len(self._clients) <= _PIPELINE:
+            self.flow.resume_reading()  # a client is only known to have left while its socket is read
+        self._receiving = client
 
     def on_body(self, body: bytes) -> None:
-        """Gather; only what comes too fast for a route that reads piece by piece makes the client wait."""
-        self._body_size += len(body)
-        cycle = self.cycle
-        if cycle.response_complete:
+        """Gather up to the limit; what comes after the answer is dropped."""
+        client = self._receiving
+        client.size += len(body)
+        if self.cycle.response_complete:
             return
-        cycle.body += body
-        if len(cycle.body) > self._limits.body_bytes:
+        client.pieces.append(body)
+        if client.size > self._limits.body_bytes:
             self.flow.pause_reading()
-        cycle.message_event.set()
+            self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         """Note that the request is all there."""
@@ -313,9 +322,24 @@ class ClientProtocol(HttpToolsProtocol):
             body = orjson.dumps(error_body(error, anthropic=False))
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
-        self.transport.close()
+        self._refused = True
+        if self.transport.can_write_eof():  # closing at once could cost a client that still sends its answer
+            self.transport.write_eof()
+            self._arm(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     # Timers: one at a time, armed only where something stays incomplete.
+
+    def _await(self, awaited: _Awaited) -> None:
+        """Give the client its time for what is incomplete."""
+        self._disarm()
+        self._awaited = awaited
+        if awaited == "head":
+            self._arm(self._limits.head_seconds, self._head_is_late)
+        elif awaited == "body":
+            self._body_seen = self._receiving.size
+            self._arm(self._limits.body_seconds, self._check_pace)
 
     def _arm(self, seconds: float, callback: Callable[[], object]) -> None:
         self._disarm()
@@ -337,8 +361,9 @@ class ClientProtocol(HttpToolsProtocol):
         self._timer = None
         if not self._in_body:
             return
-        if self._body_size < _SLOWEST_BODY * self._limits.body_seconds and not self.flow.read_paused:
+        came = self._receiving.size - self._body_seen
+        if came < _SLOWEST_BODY * self._limits.body_seconds and not self.flow.read_paused:
             self.refuse(SlowClientError(f"the body came at under {_SLOWEST_BODY} bytes a second"))
             return
-        self._body_size = 0
+        self._body_seen = self._receiving.size
         self._arm(self._limits.body_seconds, self._check_pace)

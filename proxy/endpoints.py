@@ -24,6 +24,7 @@ class Endpoint:
     in_flight: int = 0
     failures: int = 0
     reason: str = "not probed yet"
+    ready: bool = False  # requests may go there
 
     @property
     def name(self) -> str:
@@ -39,11 +40,6 @@ class Endpoint:
     def role(self) -> Role:
         """The pool."""
         return self.config.role
-
-    @property
-    def ready(self) -> bool:
-        """Tell whether requests may go there."""
-        return self.state == "ready"
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
@@ -74,11 +70,10 @@ class Pools:
 
     def partners(self, decode: Endpoint) -> list[Endpoint]:
         """Return the ready prefill endpoints that may serve with this decode endpoint."""
-        return [
-            prefill
-            for prefill in self.of_role("prefill")
-            if prefill.ready and (prefill.name, decode.name) not in self.excluded
-        ]
+        ready = [prefill for prefill in self._by_role["prefill"] if prefill.ready]
+        if not self.excluded:
+            return ready
+        return [prefill for prefill in ready if (prefill.name, decode.name) not in self.excluded]
 
     def has_pair(self) -> bool:
         """Tell whether one prefill and one decode can serve together now."""
@@ -109,5 +104,6 @@ class Pools:
 
     def _change(self, endpoint: Endpoint, state: State, reason: str) -> None:
         before, endpoint.state, endpoint.reason = endpoint.state, state, reason
+        endpoint.ready = state == "ready"
         if before != state:
             self.on_change(endpoint, before)

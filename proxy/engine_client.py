@@ -10,20 +10,20 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from proxy.config import Timeouts
 from proxy.endpoints import Endpoint
-from proxy.engine_connection import EngineConnection, Exchange, Limit
+from proxy.engine_connection import EngineConnection
 from proxy.errors import EngineFailedError
+from proxy.exchange import Exchange, Limit
 
 # Shorter than the 5 s after which vLLM's server closes idle connections, so that none is used while it goes.
 _KEEPALIVE_S = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReply:
+class EngineReply(NamedTuple):
     """A whole answer; header names are lower case."""
 
     status: int
@@ -31,18 +31,17 @@ class EngineReply:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
+class EngineRequest(NamedTuple):
     """What an engine is asked.
 
     One that is `replayable` is sent once more where a reused connection turns out to have been closed: an engine may
     have got it twice then, which a handoff must never be. `on_sent` hears of the exchange as soon as the engine may
-    know of the request.
+    know of the request. `headers` are lines that end with CRLF, as `firewall.headers_for_engine` writes them.
     """
 
     path: str
     body: bytes
-    headers: Mapping[str, str]
+    headers: bytes
     method: str = "POST"
     replayable: bool = False
     on_sent: Callable[[Exchange], None] | None = None
@@ -150,7 +149,7 @@ class EngineClient:
         finally:
             exchange.close()
 
-    async def get(self, endpoint: Endpoint, path: str, limit: float, headers: Mapping[str, str]) -> EngineReply:
+    async def get(self, endpoint: Endpoint, path: str, limit: float, headers: bytes) -> EngineReply:
         """GET within `limit` seconds."""
         request = EngineRequest(path, b"", headers, method="GET", replayable=True)
         return await self.call(endpoint, request, leg=path, limit=Limit(limit))
@@ -173,12 +172,7 @@ class EngineClient:
 
 
 def _head(request: EngineRequest, pool: _Pool) -> bytes:
-    """Return the request line and headers; raises `ValueError` for a value that would begin a line of its own."""
-    lines = [f"{request.method} {pool.prefix}{request.path} HTTP/1.1", f"host: {pool.authority}"]
-    if request.method != "GET":
-        lines.append(f"content-length: {len(request.body)}")
-    lines += [f"{name}: {value}" for name, value in request.headers.items()]
-    text = "\r\n".join(lines)
-    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
-        raise ValueError("a header value holds a line break")
-    return (text + "\r\n\r\n").encode("latin-1")
+    """Return the request line and headers."""
+    length = b"" if request.method == "GET" else b"content-length: %d\r\n" % len(request.body)
+    first = f"{request.method} {pool.prefix}{request.path} HTTP/1.1\r\nhost: {pool.authority}\r\n"
+    return first.encode("latin-1") + length + request.headers + b"\r\n"

@@ -17,9 +17,9 @@ from proxy.errors import BadRequestError
 
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
-_TO_ENGINE = ("content-type", "accept", "traceparent", "tracestate", "anthropic-version", "anthropic-beta")
+_TO_ENGINE = (b"content-type", b"accept", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta")
 _TO_CLIENT = ("content-type", "retry-after", "www-authenticate")
-_REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _NULL_TRANSFER = re.compile(rb',\s*"(?:kv|ec)_transfer_params":\s*null')
 _SET_TRANSFER = re.compile(rb'"(?:kv|ec)_transfer_params":\s*\{')
 
@@ -65,22 +65,27 @@ class Authorization:
     engine_key: str | None = None
     pass_on: bool = True
 
-    def header(self, client: Mapping[str, str]) -> str | None:
+    def header(self, client: Mapping[bytes, bytes]) -> bytes | None:
         """Return the header's value for a request of this client."""
         if self.engine_key is not None:
-            return f"Bearer {self.engine_key}"
-        return client.get("authorization") if self.pass_on else None
+            return b"Bearer " + self.engine_key.encode()
+        return client.get(b"authorization") if self.pass_on else None
 
 
-def headers_for_engine(client: Mapping[str, str], request_id: str, authorization: Authorization) -> dict[str, str]:
-    """Return the headers of an engine call."""
-    headers = {name: client[name] for name in _TO_ENGINE if name in client}
-    headers["x-request-id"] = request_id
-    headers["accept-encoding"] = "identity"
+def headers_for_engine(client: Mapping[bytes, bytes], request_id: str, authorization: Authorization) -> bytes:
+    """Return the headers of an engine call, as lines that end with CRLF.
+
+    A value with a line break would begin a header of its own and is dropped; our server's parser lets none through.
+    """
+    lines = [b"x-request-id: %b\r\naccept-encoding: identity\r\n" % request_id.encode()]
+    for name in _TO_ENGINE:
+        value = client.get(name)
+        if value is not None and b"\n" not in value and b"\r" not in value:
+            lines.append(b"%b: %b\r\n" % (name, value))
     value = authorization.header(client)
-    if value is not None:
-        headers["authorization"] = value
-    return headers
+    if value is not None and b"\n" not in value and b"\r" not in value:
+        lines.append(b"authorization: %b\r\n" % value)
+    return b"".join(lines)
 
 
 def headers_for_client(engine: Mapping[str, str]) -> dict[str, str]:
@@ -88,9 +93,9 @@ def headers_for_client(engine: Mapping[str, str]) -> dict[str, str]:
     return {name: engine[name] for name in _TO_CLIENT if name in engine}
 
 
-def safe_request_id(given: str | None) -> str | None:
+def safe_request_id(given: bytes | None) -> str | None:
     """Return a client's request id if it is harmless in headers and logs, else None."""
-    return given if given is not None and _REQUEST_ID.match(given) else None
+    return given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
 def new_request_id() -> str:
@@ -149,7 +154,8 @@ def clean_reply(body: bytes, asked: Mapping[str, Any]) -> bytes:
     An answer that has none is returned as it is, to the byte; null fields are cut out without touching the rest
     (quotes inside JSON strings are escaped, so the pattern can only match a key).
     """
-    body = _NULL_TRANSFER.sub(b"", body)
+    if b"_transfer_params" in body:
+        body = _NULL_TRANSFER.sub(b"", body)
     wants_ids = bool(asked.get("return_token_ids"))
     suspects = [name for name in TRANSFER_FIELDS if f'"{name}"'.encode() in body]
     suspects += [] if wants_ids or not re.search(rb'"prompt_token_ids":\s*\[', body) else ["prompt_token_ids"]

@@ -20,6 +20,6 @@ class Pass:
 class Gate:
     """Lets requests in."""
 
-    def admit(self, headers: Mapping[str, str]) -> Pass:  # noqa: ARG002
+    def admit(self, headers: Mapping[bytes, bytes]) -> Pass:  # noqa: ARG002
         """Return leave to go on."""
         return Pass()

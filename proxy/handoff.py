@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -18,8 +18,8 @@ from proxy.config import ProxyConfig
 from proxy.connectors.base import Connector
 from proxy.endpoints import Endpoint, Pools
 from proxy.engine_client import EngineClient, EngineReply, EngineRequest
-from proxy.engine_connection import Exchange, Limit
 from proxy.errors import EngineFailedError, EngineTimeoutError, NoEndpointError
+from proxy.exchange import Exchange, Limit
 from proxy.firewall import (
     Authorization,
     clean_reply,
@@ -45,8 +45,7 @@ _CLIENT_ERROR, _SERVER_ERROR, _OVERLOADED = 400, 500, 503
 _USABLE = 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(NamedTuple):
     """An answer and what gives back all that it holds."""
 
     answer: Answer

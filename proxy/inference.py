@@ -9,15 +9,15 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from proxy.client import Client, ClientGoneError, Receive, Scope, Send, client_of, header_map
 from proxy.config import ProxyConfig
 from proxy.engine_client import EngineClient, EngineReply, EngineRequest
-from proxy.engine_connection import Limit
 from proxy.errors import NoEndpointError, ProxyError, error_body
+from proxy.exchange import Limit
 from proxy.firewall import (
     Authorization,
     clean_reply,
@@ -54,13 +54,12 @@ class Services:
     authorization: Authorization
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A request that may be served: `raw` is the client's body to the byte, `fields` the same parsed."""
 
     client: Client
     method: str
-    headers: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
     raw: bytes
     fields: Mapping[str, Any]
     trace: Trace
@@ -82,7 +81,7 @@ class Route:
         client = client_of(scope, receive, send)
         headers = header_map(scope)
         trace = Trace(self._path, self._clock())
-        own = {"x-request-id": safe_request_id(headers.get("x-request-id")) or new_request_id()}
+        own = {"x-request-id": safe_request_id(headers.get(b"x-request-id")) or new_request_id()}
         try:
             call = await self._read(client, scope["method"], headers, trace, own)
             task = asyncio.current_task()
@@ -110,7 +109,7 @@ class Route:
             self._services.metrics.observe(trace)
 
     async def _read(
-        self, client: Client, method: str, headers: Mapping[str, str], trace: Trace, own: Mapping[str, str]
+        self, client: Client, method: str, headers: Mapping[bytes, bytes], trace: Trace, own: Mapping[str, str]
     ) -> Call:
         """Admit by the headers, then read and check the body."""
         services = self._services

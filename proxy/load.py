@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from proxy.endpoints import Endpoint, Pools
 from proxy.engine_client import EngineClient
@@ -26,7 +26,7 @@ class Watcher:
         pools: Pools,
         client: EngineClient,
         interval: float,
-        headers: Mapping[str, str],
+        headers: bytes,
         clock: Callable[[], float],
     ) -> None:
         self._pools = pools

@@ -25,6 +25,7 @@ class Metrics:
         self.kv_transfer = KvTransferCollector()
         self.registry.register(self.kv_transfer)
         counter, histogram = self._counter, self._histogram
+        self._ended: dict[tuple[str, str], Counter] = {}
         self.requests = counter("requests", "Requests by route and how they ended", "route", "outcome")
         self.aggregated = counter("aggregated_requests", "Requests that must run on decode alone", "reason")
         self.fallbacks = counter("fallbacks", "Requests served by decode alone for want of a prefill", "reason")
@@ -47,7 +48,11 @@ class Metrics:
 
     def observe(self, trace: Trace) -> None:
         """Count a request that has ended."""
-        self.requests.labels(trace.route, trace.outcome).inc()
+        key = (trace.route, trace.outcome)
+        counter = self._ended.get(key)
+        if counter is None:
+            counter = self._ended[key] = self.requests.labels(*key)
+        counter.inc()
         if trace.placed is not None:
             self.queue.observe(trace.placed - trace.began)
         if trace.prefill_began is not None and trace.prefill_ended is not None:

@@ -1,19 +1,19 @@
 """Engine bytes to the client: what an answer is made of, when a stream is whole, and how it is passed on.
 
-Once a chunk: handoff fields are cut out where the API has them, events are counted, the time is stamped, and the end is
-looked for. Nothing else belongs here.
+Once a chunk: handoff fields are cut out where the API has them, events are counted, and the end is looked for. Nothing
+else belongs here (the time is stamped where the bytes come in).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import orjson
 
 from proxy.client import Client
-from proxy.engine_connection import Exchange, Limit
 from proxy.errors import EngineFailedError, ProxyError, error_body
+from proxy.exchange import Exchange, Limit
 from proxy.firewall import EventCleaner
 from proxy.request import ApiKind
 from proxy.trace import Trace
@@ -23,16 +23,14 @@ _DONE = b"data: [DONE]"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStream:
+class EngineStream(NamedTuple):
     """The rest of a stream, and how long it may be silent from now on."""
 
     exchange: Exchange
     idle: Callable[[], Limit]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What the client will get: a whole body, or the first bytes of a stream (`body`) and the rest."""
 
     status: int
@@ -47,7 +45,19 @@ class Relay:
     `complete`: it had the event that its API ends with. `failed`: the engine itself reported an error in it.
     """
 
-    __slots__ = ("_carry", "_cleaner", "_clock", "_failures", "_terminators", "_trace", "complete", "failed", "kind")
+    __slots__ = (
+        "_aligned",
+        "_carry",
+        "_cleaner",
+        "_clock",
+        "_failures",
+        "_heads",
+        "_terminators",
+        "_trace",
+        "complete",
+        "failed",
+        "kind",
+    )
 
     def __init__(self, kind: ApiKind, trace: Trace, clock: Callable[[], float]) -> None:
         self.kind = kind
@@ -58,22 +68,33 @@ class Relay:
         self._cleaner = EventCleaner() if kind.echoes_request else None
         self._terminators = kind.terminators
         self._failures = tuple(b"\n" + mark for mark in kind.failures)
+        self._heads = tuple(mark.removeprefix(b"\n") for mark in kind.terminators + kind.failures)
+        # Where every mark begins a `data:` line, one event alone in a chunk can only be a mark at its beginning.
+        self._aligned = all(mark.startswith(b"data:") for mark in self._heads)
         self._carry = b"\n"
 
     def feed(self, data: bytes) -> bytes:
         """Return what the client gets of the next bytes."""
         if self._cleaner is not None:
             data = self._cleaner.feed(data)
-        trace = self._trace
-        trace.last_byte = self._clock()
-        trace.events += data.count(b"\ndata:") + data.startswith(b"data:")
+        inner = data.count(b"\ndata:")
+        alone = data.startswith(b"data:")
+        self._trace.events += inner + alone
+        whole = alone and not inner and data.endswith(b"\n\n") and self._carry.endswith(b"\n")
+        if whole and self._aligned and not data.startswith(self._heads):
+            self._carry = b"\n"
+            return data
         if self.complete and not self.failed:
             return data
+        return self._examined(data)
+
+    def _examined(self, data: bytes) -> bytes:
+        """Look for the end and for errors, also across chunks."""
         text = self._carry + data
         self._carry = text[-_CARRY:]
         for mark in self._terminators:
             if mark in text:
-                self.complete = trace.complete = True
+                self.complete = self._trace.complete = True
         for mark in self._failures:
             if mark in text:
                 self.failed = True
@@ -84,6 +105,8 @@ class Relay:
     def end(self, error: EngineFailedError | None) -> bytes:
         """Return the last bytes: an error event where the stream broke off."""
         rest = self._cleaner.rest() if self._cleaner is not None else b""
+        if error is None:
+            self._trace.last_byte = self._clock()
         if error is None and not self.complete and not self.failed:
             error = EngineFailedError("decode: the engine ended the stream before it was complete")
         if error is not None and not self.complete and not self.failed:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 
 from proxy.endpoints import Endpoint, Pools
 from proxy.engine_client import EngineClient, EngineRequest
-from proxy.engine_connection import Limit
 from proxy.errors import EngineFailedError
+from proxy.exchange import Limit
 from proxy.metrics import Metrics
 
 _LOG = logging.getLogger("proxy.release")
@@ -31,9 +30,9 @@ class Releases:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, decode: Endpoint, body: bytes, headers: Mapping[str, str]) -> None:
+    def begin(self, decode: Endpoint, body: bytes, headers: bytes) -> None:
         """Release one handoff by way of a decode endpoint, or of another one that is ready."""
-        task = asyncio.create_task(self._release(decode, body, {**headers, "content-type": "application/json"}))
+        task = asyncio.create_task(self._release(decode, body, headers))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -42,7 +41,7 @@ class Releases:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
 
-    async def _release(self, decode: Endpoint, body: bytes, headers: Mapping[str, str]) -> None:
+    async def _release(self, decode: Endpoint, body: bytes, headers: bytes) -> None:
         request = EngineRequest(_ROUTE, body, headers)
         others = [endpoint for endpoint in self._pools.of_role("decode") if endpoint.ready and endpoint is not decode]
         for endpoint in [decode, *others[:1]] if decode.ready else others[:2]:

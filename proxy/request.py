@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -80,14 +80,13 @@ KINDS: Mapping[str, ApiKind] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(NamedTuple):
     """A parsed request. `raw` is the client's body to the byte, `fields` the same parsed; neither is ever changed."""
 
     kind: ApiKind
     raw: bytes
     fields: Mapping[str, Any]
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[bytes, bytes]
 
     @property
     def stream(self) -> bool:
@@ -114,9 +113,22 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         value = _parse_leniently(raw, error)
     if not isinstance(value, dict):
         raise BadRequestError(f"the body must be a JSON object, not {type(value).__name__}")
-    if raw.count(b"{") + raw.count(b"[") > _MAX_DEPTH and _is_deeper(value, _MAX_DEPTH):
+    if _may_be_deeper(raw, _MAX_DEPTH) and _is_deeper(value, _MAX_DEPTH):
         raise BadRequestError(f"the body is nested more than {_MAX_DEPTH} deep")
     return value
+
+
+def _may_be_deeper(raw: bytes, limit: int) -> bool:
+    """Tell whether there are enough brackets; `find` scans a long prompt many times faster than `count`."""
+    found = 0
+    for bracket in (b"{", b"["):
+        position = raw.find(bracket)
+        while position >= 0:
+            found += 1
+            if found > limit:
+                return True
+            position = raw.find(bracket, position + 1)
+    return False
 
 
 def _is_deeper(value: Any, limit: int) -> bool:

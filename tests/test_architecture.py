@@ -23,10 +23,12 @@ PDCLUSTER_LAYERS = [
 ]
 PROXY_LAYERS = [
     {"errors", "config"},
-    {"request", "trace"},
-    {"firewall", "endpoints", "kv_transfer_metrics"},
-    {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek"},
-    {"load", "handoff"},
+    {"request", "trace", "exchange"},
+    {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client"},
+    {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek", "client_protocol"},
+    {"load", "release", "gate"},
+    {"handoff"},
+    {"inference"},
     {"routes"},
     {"app"},
     {"cli"},

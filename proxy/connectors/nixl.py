@@ -66,9 +66,10 @@ class NixlConnector:
         """Return the client's bytes with the handoff added before the last brace, so that nothing else can change."""
         if has_transfer_fields(request.fields):
             return without_transfer_fields(request.raw, kv_transfer_params=handoff)
-        head = request.raw.rstrip()[:-1].rstrip()
-        comma = b"" if head.endswith(b"{") else b","
-        return head + comma + b'"kv_transfer_params":' + orjson.dumps(handoff) + b"}"
+        end = len(request.raw.rstrip()) - 1
+        comma = b"," if request.fields else b""
+        field = b'"kv_transfer_params":' + orjson.dumps(handoff) + b"}"
+        return b"".join((memoryview(request.raw)[:end], comma, field))
 
     def release_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
         """Return a completion of more tokens than any context holds.

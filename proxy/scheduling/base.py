@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from proxy.endpoints import Endpoint
 from proxy.request import InferenceRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a request runs: a pair, or decode alone with the reason why."""
 
     decode: Endpoint

@@ -18,4 +18,6 @@ class BestPicker:
     def pick(self, endpoints: Sequence[Endpoint], scores: Sequence[float]) -> Endpoint:
         """Return one of the best-scored endpoints."""
         best = max(scores)
+        if scores.count(best) == 1:
+            return endpoints[scores.index(best)]
         return self.rng.choice([item for item, score in zip(endpoints, scores, strict=True) if score == best])

@@ -19,6 +19,7 @@ class Scheduler:
     pools: Pools
     picker: Picker
     scorer: Scorer = field(default_factory=LeastInFlight)
+    ready: Filter = field(default_factory=Ready)
 
     def place(self, request: InferenceRequest, tried: Collection[str], aggregated: str | None) -> Placement | None:
         """Return a placement, None where no decode endpoint is ready.
@@ -41,11 +42,8 @@ class Scheduler:
     def _filtered(
         self, request: InferenceRequest, endpoints: Sequence[Endpoint], tried: Collection[str]
     ) -> list[Endpoint]:
-        filters: tuple[Filter, ...] = (Ready(), Untried(tried))
-        kept = list(endpoints)
-        for item in filters:
-            kept = item.filter(request, kept)
-        return kept
+        kept = self.ready.filter(request, endpoints)
+        return Untried(tried).filter(request, kept) if tried else kept
 
     def _choose(self, request: InferenceRequest, endpoints: Sequence[Endpoint]) -> Endpoint:
         return self.picker.pick(endpoints, self.scorer.score(request, endpoints))

@@ -59,12 +59,12 @@ class Rig:
 class ProxyThread:
     """uvicorn in a thread, as `pdcluster proxy` runs it."""
 
-    def __init__(self, config):
+    def __init__(self, config, http=None):
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         settings = uvicorn.Config(
             create_app(config, random.Random(1)),
-            http=protocol_class(config.limits),
+            http=http or protocol_class(config.limits),
             loop="uvloop",
             log_config=None,
             access_log=False,
@@ -99,14 +99,14 @@ async def make_rig(stopping):
     """Build a rig of so many engines; everything is stopped at the end, and the protocol was kept."""
     rigs = []
 
-    async def make(prefills=1, decodes=1, *, wait=True, **config):
+    async def make(prefills=1, decodes=1, *, wait=True, http=None, **config):
         wire = Wire()
         ps = [await StandIn("prefill", wire).start() for _ in range(prefills)]
         ds = [await StandIn("decode", wire).start() for _ in range(decodes)]
         endpoints = [EndpointConfig(f"p{i}", engine.url, "prefill") for i, engine in enumerate(ps)]
         endpoints += [EndpointConfig(f"d{i}", engine.url, "decode") for i, engine in enumerate(ds)]
         values = {"health_interval": 0.05, "timeouts": Timeouts(connect=1, prefill=5, headers=5, idle=5)} | config
-        proxy = ProxyThread(ProxyConfig(endpoints=tuple(endpoints), **values))
+        proxy = ProxyThread(ProxyConfig(endpoints=tuple(endpoints), **values), http)
         client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{proxy.port}", timeout=10)
         rig = Rig(wire, ps, ds, client, proxy.port)
         rigs.append((rig, proxy))

@@ -30,7 +30,7 @@ class Wire:
     """What all stand-ins of a test share: the handoffs issued and what was done wrong."""
 
     issued: dict = field(default_factory=dict)
-    attempts: set = field(default_factory=set)  # request ids that prefill has seen
+    attempts: set = field(default_factory=set)  # request ids that prefill has answered
     used: set = field(default_factory=set)
     violations: list = field(default_factory=list)
 
@@ -185,10 +185,10 @@ class StandIn:
         request_id = seen.headers.get("x-request-id")
         check(request_id, "prefill: no request id")
         check(request_id not in self.wire.attempts, "prefill: a request id was used for two attempts")
-        self.wire.attempts.add(request_id)
 
     def _prefill(self, seen, fault):
         request_id = seen.headers.get("x-request-id")
+        self.wire.attempts.add(request_id)
         handoff_id = f"{request_id}-{len(self.wire.issued):08x}"
         self.wire.issued[handoff_id] = request_id
         handoff = {
