@@ -6,12 +6,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.config import ProxyConfig
@@ -25,26 +26,41 @@ from proxy.handoff import Handoffs
 from proxy.inference import Services
 from proxy.load import Watcher
 from proxy.metrics import Metrics
+from proxy.rate_limits import COLUMNS_PER_KEY, RateLimits
 from proxy.release import Releases
 from proxy.request import KINDS
 from proxy.routes import error_response, hot_routes, make_router
 from proxy.scheduling.pickers import BestPicker
 from proxy.scheduling.profile import Scheduler
+from proxy.shared_counts import SharedCounts
 from proxy.trace import outcome_of
 
 _LOG = logging.getLogger("proxy")
 _METHOD_NOT_ALLOWED = 405
 _RELEASES_S = 2.0
+_FIRST_LOOK_S = 2.0
 
 
 class _Application(FastAPI):
     """FastAPI, with the routes that carry the load in front of its layers. They are known to it as well."""
 
-    def __init__(self, hot: Mapping[str, ASGIApp], **settings: Any) -> None:
+    def __init__(self, hot: Mapping[str, ASGIApp], cors_origins: Sequence[str], **settings: Any) -> None:
         super().__init__(**settings)
         self._hot = hot
+        self._entry: ASGIApp = self._dispatch
+        if cors_origins:
+            self._entry = CORSMiddleware(
+                self._dispatch,
+                allow_origins=cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "x-pdcluster-path", "retry-after"),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._entry(scope, receive, send)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             route = self._hot.get(scope["path"])
             if route is not None:
@@ -53,50 +69,71 @@ class _Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(config: ProxyConfig, rng: random.Random | None = None) -> FastAPI:
-    """Return the application; it starts probing engines when it starts and closes its connections when it ends."""
-    endpoints = tuple(Endpoint(item) for item in config.endpoints)
-    pools = Pools(endpoints, config.excluded_pairs, _log_change)
-    client = EngineClient(config.timeouts)
-    metrics = Metrics(endpoints)
-    authorization = Authorization(config.engine_api_key)
-    releases = Releases(client, pools, metrics)
-    watcher = Watcher(
-        pools, client, config.health_interval, headers_for_engine({}, "probe", authorization), time.monotonic
-    )
-    handoffs = Handoffs(
-        config=config,
-        pools=pools,
-        scheduler=Scheduler(pools, BestPicker(rng or random.Random())),  # noqa: S311 - spreads load, guards nothing
-        connector=CONNECTORS[config.connector](),
-        client=client,
-        metrics=metrics,
-        releases=releases,
-        authorization=authorization,
-        clock=time.monotonic,
-    )
-    services = Services(config, handoffs, client, watcher, metrics, Gate(), authorization)
-    hot = hot_routes(services)
+def shared_counts(config: ProxyConfig, workers: int) -> SharedCounts:
+    """Return the table that the workers of a proxy share: requests in flight, then what API keys have used."""
+    keys = 0 if config.api_keys is None else len(config.api_keys)
+    return SharedCounts(len(config.endpoints) + keys * COLUMNS_PER_KEY, workers)
+
+
+def create_app(config: ProxyConfig, rng: random.Random | None = None, counts: SharedCounts | None = None) -> FastAPI:
+    """Return the application; it starts probing engines when it starts and closes its connections when it ends.
+
+    `counts` is the table shared with other workers, None for a proxy of one process.
+    """
+    services = _make_services(config, rng or random.Random(), counts or shared_counts(config, 1))  # noqa: S311 - spreads load, guards nothing
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(watcher.run())
+        watching = asyncio.create_task(services.watcher.run())
+        await services.watcher.looked_once(_FIRST_LOOK_S)
         try:
             yield
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            await releases.finish(_RELEASES_S)
-            client.close()
+            await services.handoffs.releases.finish(_RELEASES_S)
+            services.client.close()
 
-    app = _Application(hot, title="pdcluster", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
-    app.state.metrics = metrics
+    hot = hot_routes(services)
+    settings = {"title": "pdcluster", "docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = _Application(hot, config.cors_origins, lifespan=lifespan, **settings)
+    app.state.metrics = services.metrics
     app.include_router(make_router(services, hot))
     app.add_exception_handler(ProxyError, _answer_proxy_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_bug)
     return app
+
+
+def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts) -> Services:
+    """Put together what the routes work with."""
+    endpoints = tuple(Endpoint(item, counts=counts, column=index) for index, item in enumerate(config.endpoints))
+    pools = Pools(endpoints, config.excluded_pairs, _log_change)
+    client = EngineClient(config.timeouts)
+    metrics = Metrics(endpoints)
+    authorization = Authorization(config.engine_api_key, pass_on=config.api_keys is None)
+    probe_headers = headers_for_engine({}, "probe", authorization)
+    handoffs = Handoffs(
+        config=config,
+        pools=pools,
+        scheduler=Scheduler(pools, BestPicker(rng)),
+        connector=CONNECTORS[config.connector](),
+        client=client,
+        metrics=metrics,
+        releases=Releases(client, pools, metrics),
+        authorization=authorization,
+        clock=time.monotonic,
+    )
+    return Services(
+        config=config,
+        handoffs=handoffs,
+        client=client,
+        watcher=Watcher(pools, client, config.health_interval, probe_headers, time.monotonic),
+        metrics=metrics,
+        gate=Gate(config.api_keys, RateLimits(counts, len(endpoints), time.time), metrics),
+        authorization=authorization,
+    )
 
 
 async def _answer_proxy_error(request: Request, error: Exception) -> Response:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from proxy.api_keys import ApiKeys
 
 Role = Literal["prefill", "decode"]
 
@@ -64,4 +66,6 @@ class ProxyConfig:
     timeouts: Timeouts = Timeouts()
     health_interval: float = 2.0
     lease_seconds: float = 30.0
-    engine_api_key: str | None = None
+    engine_api_key: str | None = field(default=None, repr=False)
+    api_keys: ApiKeys | None = None
+    cors_origins: tuple[str, ...] = ()

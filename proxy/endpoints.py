@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from proxy.config import EndpointConfig, Role
+from proxy.shared_counts import SharedCounts
 
 State = Literal["unknown", "ready", "unhealthy"]
 
@@ -21,7 +22,8 @@ class Endpoint:
 
     config: EndpointConfig
     state: State = "unknown"
-    in_flight: int = 0
+    counts: SharedCounts = field(default_factory=lambda: SharedCounts(1), repr=False)
+    column: int = 0  # where in `counts` its requests in flight are
     failures: int = 0
     reason: str = "not probed yet"
     ready: bool = False  # requests may go there
@@ -41,14 +43,27 @@ class Endpoint:
         """The pool."""
         return self.config.role
 
+    @property
+    def in_flight(self) -> int:
+        """The requests in flight there, of all workers."""
+        return self.counts.total(self.column)
+
+    def take(self) -> None:
+        """Count a request as in flight; `give` ends that."""
+        self.counts.add(self.column, 1)
+
+    def give(self) -> None:
+        """Count it no more."""
+        self.counts.add(self.column, -1)
+
     @contextmanager
     def reserved(self) -> Iterator[None]:
         """Count a request as in flight for the length of the block."""
-        self.in_flight += 1
+        self.take()
         try:
             yield
         finally:
-            self.in_flight -= 1
+            self.give()
 
 
 @dataclass(slots=True)

@@ -131,7 +131,7 @@ class _Attempt:
 
     async def answer(self) -> Answer:
         """Run the legs; raises `EngineFailedError` where another attempt may help."""
-        self._placement.decode.in_flight += 1
+        self._placement.decode.take()
         self._reserved = True
         self._trace.prefill_began = self._trace.prefill_ended = None
         if self._placement.prefill is None:
@@ -141,7 +141,9 @@ class _Attempt:
         reply = await self._prefill(self._placement.prefill)
         if reply is not None and reply.status >= _CLIENT_ERROR:
             return _passed_on(reply)
-        handoff = None if reply is None else self._of.connector.handoff(_json_object(reply.body))
+        told = {} if reply is None else _json_object(reply.body)
+        self._trace.prompt_tokens = _prompt_tokens(told)
+        handoff = self._of.connector.handoff(told)
         if handoff is None:
             self._of.count_fallback("prefill_failed" if reply is None else "no_handoff", self._trace)
             return await self._decode(self._alone_body())
@@ -153,7 +155,7 @@ class _Attempt:
             self._stream.close()
         if self._reserved:
             self._reserved = False
-            self._placement.decode.in_flight -= 1
+            self._placement.decode.give()
 
     def _limit(self, seconds: float | None) -> Limit:
         """Return a phase's limit, or what is left of the whole request's where that is less."""
@@ -307,6 +309,15 @@ def _answered(leg: str, endpoint: Endpoint, status: int) -> EngineFailedError:
 
 def _passed_on(reply: EngineReply, body: bytes | None = None) -> Answer:
     return Answer(reply.status, headers_for_client(reply.headers), reply.body if body is None else body)
+
+
+def _prompt_tokens(reply: Mapping[str, Any]) -> int | None:
+    """Return the prompt's tokens by an answer's usage, which two of the APIs call input tokens."""
+    usage = reply.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    tokens = usage.get("prompt_tokens", usage.get("input_tokens"))
+    return tokens if isinstance(tokens, int) else None
 
 
 def _json_object(body: bytes) -> Mapping[str, Any]:

@@ -139,16 +139,18 @@ class InferenceRoute(Route):
     async def _serve(self, call: Call) -> None:
         trace, handoffs = call.trace, self._services.handoffs
         request = InferenceRequest(self._kind, call.raw, call.fields, call.headers)
-        served = await handoffs.serve(request, trace)
+        served = None
         try:
+            served = await handoffs.serve(request, trace)
             path = f"{trace.path}; reason={trace.reason}" if trace.reason else trace.path
             trace.outcome = outcome_of(served.answer.status)
             trace.answering = True
             own = {**call.own, "x-pdcluster-path": path}
             await send_answer(served.answer, own, self._kind, call.client, trace, self._clock)
         finally:
-            served.close()
-            call.admitted.settle(trace)
+            if served is not None:
+                served.close()
+            call.admitted.settle(trace, b"" if served is None else served.answer.body)
 
 
 class PassedOnRoute(Route):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from proxy.endpoints import Endpoint, Pools
 from proxy.engine_client import EngineClient
@@ -35,12 +36,20 @@ class Watcher:
         self._headers = headers
         self._clock = clock
         self._scraped = float("-inf")
+        self._unseen = {endpoint.name for endpoint in pools.endpoints}
+        self._seen_all = asyncio.Event()
 
     async def run(self) -> None:
         """Probe all endpoints for ever; each has its own rhythm, so that a silent one delays nobody."""
         async with asyncio.TaskGroup() as group:
             for endpoint in self._pools.endpoints:
                 group.create_task(self._probe_for_ever(endpoint))
+
+    async def looked_once(self, seconds: float) -> None:
+        """Wait until every endpoint has been probed, but not for longer: a proxy starts whatever its engines do."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._seen_all.wait()
 
     async def probe(self, endpoint: Endpoint) -> None:
         """Ask one endpoint for its health."""
@@ -79,4 +88,7 @@ class Watcher:
             except Exception as error:  # noqa: BLE001 - a bug here must not end the probes of all endpoints
                 _LOG.exception("bug while probing %s", endpoint.name)
                 self._pools.failed(endpoint, f"cannot be probed: {type(error).__name__}", fatal=True)
+            self._unseen.discard(endpoint.name)
+            if not self._unseen:
+                self._seen_all.set()
             await asyncio.sleep(self._interval)

@@ -129,13 +129,15 @@ class _OwnRoutes:
         body = {"ready": ready, "missing": list(pools.missing())}
         return Response(orjson.dumps(body), 200 if ready else _UNAVAILABLE, media_type="application/json")
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Answer with the proxy's metrics and fresh KV transfer figures of the decode engines."""
+        self._services.gate.check(header_map(request.scope))
         await self._services.watcher.scrape(self._services.metrics.kv_transfer)
         return Response(self._services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
         """Answer with the models of all ready decode endpoints, each once."""
+        self._services.gate.check(header_map(request.scope))
         pools, client = self._services.handoffs.pools, self._services.client
         ready = [endpoint for endpoint in pools.of_role("decode") if endpoint.ready]
         if not ready:

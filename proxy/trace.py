@@ -39,6 +39,7 @@ class Trace:
     first_byte: float | None = None
     last_byte: float | None = None
     events: int = 0
+    prompt_tokens: int | None = None  # as prefill counted them
     answering: bool = False  # the client has been told a status
     complete: bool = False  # the client has all of a stream, to its last event
     path: str = "disaggregated"

@@ -22,7 +22,8 @@ PDCLUSTER_LAYERS = [
     {"cli"},
 ]
 PROXY_LAYERS = [
-    {"errors", "config"},
+    {"errors", "shared_counts", "api_keys"},
+    {"config", "rate_limits"},
     {"request", "trace", "exchange"},
     {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client"},
     {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek", "client_protocol"},

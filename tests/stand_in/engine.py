@@ -77,7 +77,7 @@ class StandIn:
 
     def __init__(self, role, wire):
         self.role, self.wire = role, wire
-        self.requests, self.faults = [], []
+        self.requests, self.gets, self.faults = [], [], []
         self.gone, self.arrived = asyncio.Event(), asyncio.Event()
         self.health = 200
         self.metrics = ""
@@ -134,6 +134,7 @@ class StandIn:
     async def _answer(self, seen, writer):
         """Answer one request; false where the connection must end."""
         if seen.method == "GET":
+            self.gets.append(seen)
             return await self._answer_get(seen, writer)
         self.requests.append(seen)
         self.arrived.set()
