@@ -99,6 +99,7 @@ def create_app(config: ProxyConfig, rng: random.Random | None = None, counts: Sh
     settings = {"title": "pdcluster", "docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = _Application(hot, config.cors_origins, lifespan=lifespan, **settings)
     app.state.metrics = services.metrics
+    app.state.services = services
     app.include_router(make_router(services, hot))
     app.add_exception_handler(ProxyError, _answer_proxy_error)
     app.add_exception_handler(HTTPException, _answer_http_error)

@@ -4,85 +4,73 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 import typer
 
+from proxy.flags import takes_flags
+
 if TYPE_CHECKING:
     import socket
-    from types import FrameType
 
+    from proxy.api_keys import ApiKeys
     from proxy.config import EndpointConfig, ProxyConfig
+    from proxy.serving import ServerSettings
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-_MIB = 1 << 20
+_KIB, _MIB = 1 << 10, 1 << 20
 _EPILOG = """\b
 Examples:
   pdcluster proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8100
   pdcluster proxy --prefill p0=http://10.0.0.1:8100 --decode d0=http://10.0.0.2:8100 --port 8080
-The engines' key, where they have one, is read from PDCLUSTER_ENGINE_API_KEY."""
+  pdcluster proxy ... --host 0.0.0.0 --api-key-file keys.yaml --tls-certificate chain.pem --tls-key key.pem
+  pdcluster proxy ... --workers 4 --admin-port 8001
+Clients' keys are read from --api-key-file or PDCLUSTER_API_KEYS (name=key,name2=key2), the engines' own key, where
+they have one, from PDCLUSTER_ENGINE_API_KEY."""
 
 
 class UsageError(Exception):
     """What the user gave cannot be used; the message says what, where and what to do."""
 
 
-@app.command(epilog=_EPILOG)
-def proxy(  # noqa: PLR0913, PLR0917 - one parameter a flag
-    prefill: Annotated[
-        list[str] | None, typer.Option("--prefill", metavar="[NAME=]URL", help="A prefill engine.")
-    ] = None,
-    decode: Annotated[list[str] | None, typer.Option("--decode", metavar="[NAME=]URL", help="A decode engine.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    exclude_pair: Annotated[
-        list[str] | None, typer.Option(metavar="PREFILL:DECODE", help="Names that must not serve together.")
-    ] = None,
-    connector: Annotated[str, typer.Option(help="How KV moves: nixl.")] = "nixl",
-    fallback: Annotated[
-        str, typer.Option(help="Without a usable prefill: decode serves alone, or none (503).")
-    ] = "decode",
-    max_body_mb: Annotated[int, typer.Option(min=1, help="Largest request body in MiB.")] = 64,
-    connect_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to connect to an engine.")] = 5.0,
-    prefill_timeout: Annotated[float, typer.Option(min=0, help="Seconds for a prefill; 0 is no limit.")] = 3600.0,
-    header_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds to decode's first event; 0 is no limit.")
-    ] = 3600.0,
-    idle_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds between a stream's pieces; 0 is no limit.")
-    ] = 300.0,
-    total_timeout: Annotated[float, typer.Option(min=0, help="Seconds for a whole request; 0 is no limit.")] = 0.0,
-    lease_seconds: Annotated[
-        float, typer.Option(min=0.1, help="How long prefill engines keep the KV of a handoff (kv_lease_duration).")
-    ] = 30.0,
-    health_interval: Annotated[float, typer.Option(min=0.1, help="Seconds between health probes.")] = 2.0,
-    shutdown_grace: Annotated[float, typer.Option(min=0, help="Seconds for streams to end at a stop.")] = 30.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-) -> None:
+def _proxy(flags: dict[str, Any]) -> None:
     """Put one OpenAI-compatible endpoint in front of prefill and decode engines of vLLM."""
     from proxy.config import ClientLimits, ProxyConfig, Timeouts
 
-    names = _endpoints(prefill or [], "prefill") + _endpoints(decode or [], "decode")
-    _check(names, connector, fallback, log_level)
+    names = _endpoints(flags["prefill"] or [], "prefill") + _endpoints(flags["decode"] or [], "decode")
+    _check(names, flags["connector"], flags["fallback"], flags["log_level"])
     config = ProxyConfig(
         endpoints=tuple(names),
-        excluded_pairs=frozenset(_pair(text, names) for text in exclude_pair or []),
-        connector=connector,
-        fallback="none" if fallback == "none" else "decode",
-        limits=ClientLimits(body_bytes=max_body_mb * _MIB),
-        timeouts=Timeouts(
-            connect=connect_timeout,
-            prefill=prefill_timeout or None,
-            headers=header_timeout or None,
-            idle=idle_timeout or None,
-            total=total_timeout or None,
+        excluded_pairs=frozenset(_pair(text, names) for text in flags["exclude_pair"] or []),
+        connector=flags["connector"],
+        fallback="none" if flags["fallback"] == "none" else "decode",
+        limits=ClientLimits(
+            head_seconds=flags["client_head_timeout"],
+            body_seconds=flags["client_body_timeout"],
+            write_seconds=flags["client_write_timeout"],
+            head_bytes=flags["max_header_kb"] * _KIB,
+            body_bytes=flags["max_body_mb"] * _MIB,
         ),
-        lease_seconds=lease_seconds,
-        health_interval=health_interval,
+        timeouts=Timeouts(
+            connect=flags["connect_timeout"],
+            prefill=flags["prefill_timeout"] or None,
+            headers=flags["header_timeout"] or None,
+            idle=flags["idle_timeout"] or None,
+            total=flags["total_timeout"] or None,
+        ),
+        lease_seconds=flags["lease_seconds"],
+        health_interval=flags["health_interval"],
         engine_api_key=os.environ.get("PDCLUSTER_ENGINE_API_KEY") or None,
+        api_keys=_api_keys(flags),
+        cors_origins=tuple(flags["cors_origin"] or ()),
     )
-    _serve(config, _listen(host, port), shutdown_grace, log_level)
+    _check_tls(flags)
+    _serve(config, flags)
+
+
+app.command(name="proxy", epilog=_EPILOG)(takes_flags(_proxy))
 
 
 def main() -> NoReturn:
@@ -149,7 +137,7 @@ def _pair(text: str, endpoints: list[EndpointConfig]) -> tuple[str, str]:
     raise UsageError(f"--exclude-pair {text}: must be PREFILL:DECODE of these names: {known}")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str) -> socket.socket:
     """Bind before anything else starts, so that a taken port is one clear line."""
     import socket
 
@@ -160,64 +148,80 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UsageError(
-            f"--host {host} --port {port}: cannot listen there: {reason}; choose another --port"
-        ) from error
+        raise UsageError(f"{flag}: cannot listen on {host} port {port}: {reason}; choose another port") from error
     return listener
 
 
-def _allow_many_files() -> None:
-    """Use all the open files that this user may have: a streamed request takes up to three connections."""
-    import resource
+def _api_keys(flags: dict[str, Any]) -> ApiKeys | None:
+    """Return the keys of the file or the environment; limits without keys would do nothing and are refused."""
+    from proxy.api_keys import KeyFileError, load_key_file, parse_key_list
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    path, text = flags["api_key_file"], os.environ.get("PDCLUSTER_API_KEYS")
+    limits = (flags["requests_per_minute"], flags["tokens_per_minute"])
+    try:
+        if path is not None:
+            keys, warnings = load_key_file(Path(path), *limits)
+            for warning in warnings:
+                typer.echo(f"warning: {warning}", err=True)
+            return keys
+        if text is not None:
+            return parse_key_list(text, *limits)
+    except KeyFileError as error:
+        raise UsageError(str(error)) from None
+    if limits != (None, None):
+        raise UsageError("--requests-per-minute, --tokens-per-minute: they are for each API key; give --api-key-file")
+    return None
 
 
-def _spare_collector() -> None:
-    """Keep what lives as long as the process out of collections, and make these rarer: they stop every stream."""
-    import gc
+def _check_tls(flags: dict[str, Any]) -> None:
+    from proxy.tls import check_tls
 
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    certificate, key, client_ca = flags["tls_certificate"], flags["tls_key"], flags["tls_client_ca"]
+    if certificate is None:
+        if key or client_ca:
+            raise UsageError("--tls-key, --tls-client-ca: need --tls-certificate")
+        return
+    try:
+        check_tls(certificate, key, client_ca)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"--tls-certificate {certificate}: cannot be used with --tls-key and CA: {reason}") from None
 
 
-def _serve(config: ProxyConfig, listener: socket.socket, grace: float, log_level: str) -> None:
-    import logging
-    import signal
+def _serve(config: ProxyConfig, flags: dict[str, Any]) -> None:
+    """Bind, then serve in this process or in several."""
+    listener = _listen(flags["host"], flags["port"], "--host --port")
+    admin = _listen(flags["admin_host"], flags["admin_port"], "--admin-port") if flags["admin_port"] else None
+    count = flags["workers"]
+    if count == 1:
+        from proxy.serving import serve
 
-    import uvicorn
+        serve(config, _settings(flags, listener, admin))
+        return
+    from proxy.workers import Workers, forget_metrics, share_metrics
 
-    from proxy.app import create_app
-    from proxy.client_protocol import protocol_class
+    directory = share_metrics()
+    try:
+        from proxy.app import shared_counts
+        from proxy.serving import serve, set_up_logging, spare_collector
 
-    class Server(uvicorn.Server):
-        """Ends at once at the second signal, whichever it is."""
+        set_up_logging(flags["log_level"])
+        counts, settings = shared_counts(config, count), _settings(flags, listener, admin)
+        spare_collector()
+        Workers(counts, lambda: serve(config, settings, counts), flags["shutdown_grace"]).serve()
+    finally:
+        forget_metrics(directory)
 
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            self.force_exit = self.force_exit or self.should_exit
-            super().handle_exit(sig, frame)
 
-    _allow_many_files()
-    # uvicorn raises the signal again once it has stopped in order; that is no failure.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+def _settings(flags: dict[str, Any], listener: socket.socket, admin: socket.socket | None) -> ServerSettings:
+    from proxy.serving import ServerSettings
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _spare_collector()
-    server = Server(
-        uvicorn.Config(
-            create_app(config),
-            http=protocol_class(config.limits),
-            loop="uvloop",
-            log_level=log_level,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            date_header=True,
-            timeout_graceful_shutdown=max(1, round(grace)),
-            backlog=4096,
-        )
+    return ServerSettings(
+        listener=listener,
+        admin=admin,
+        certificate=flags["tls_certificate"],
+        key=flags["tls_key"],
+        client_ca=flags["tls_client_ca"],
+        grace=flags["shutdown_grace"],
+        log_level=flags["log_level"],
     )
-    server.run(sockets=[listener])

@@ -30,6 +30,7 @@ from proxy.exchange import Exchange, Limit
 # A body must come at this pace at least, measured over each `ClientLimits.body_seconds`.
 _SLOWEST_BODY = 1024
 _LINGER_S = 2.0
+_GOODBYE_S = 0.5
 # Requests that a client may send before their turn.
 _PIPELINE = 16
 _Awaited = Literal["head", "body", ""]
@@ -311,6 +312,12 @@ class ClientProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._in_body and not self.transport.is_closing():
             self._arm(_LINGER_S, self.transport.close)
+
+    def shutdown(self) -> None:
+        """End an idle connection; one with TLS doesn't wait long for its client's goodbye."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, or what a callback refused."""

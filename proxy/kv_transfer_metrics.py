@@ -7,10 +7,13 @@ what it had counted before is kept, so that ours only grow.
 
 from __future__ import annotations
 
+import fcntl
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import orjson
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -53,14 +56,28 @@ class _Accumulated:
 
 
 class KvTransferCollector(Collector):
-    """Renders the latest figures of each decode endpoint."""
+    """Renders the latest figures of each decode endpoint.
 
-    def __init__(self) -> None:
+    Workers share them in a file, `store`: whichever of them is asked must not know less than the one asked before.
+    """
+
+    def __init__(self, store: Path | None = None) -> None:
         self._engines: dict[str, _Accumulated] = {}
+        self._store = store
 
     def update(self, decode: str, text: str) -> None:
         """Take in an engine's /metrics text."""
-        self._engines.setdefault(decode, _Accumulated()).update(parse_figures(text))
+        figures = parse_figures(text)
+        if self._store is None:
+            self._engines.setdefault(decode, _Accumulated()).update(figures)
+            return
+        with self._store.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            self._engines = _decoded(file.read())
+            self._engines.setdefault(decode, _Accumulated()).update(figures)
+            file.truncate(0)
+            file.write(_encoded(self._engines))
 
     def collect(self) -> Iterable[Metric]:
         """Yield the families; called at each scrape."""
@@ -73,6 +90,23 @@ class KvTransferCollector(Collector):
                 _add_histogram(family, name, figure, totals)
             failed.add_metric([name], totals.get(("num_failed_transfers", "_total", ""), 0.0))
         yield from (seconds, size, failed)
+
+
+def _encoded(engines: dict[str, _Accumulated]) -> bytes:
+    return orjson.dumps(
+        {
+            name: [[[*key, value] for key, value in part.items()] for part in (engine.base, engine.latest)]
+            for name, engine in engines.items()
+        }
+    )
+
+
+def _decoded(data: bytes) -> dict[str, _Accumulated]:
+    stored = orjson.loads(data) if data else {}
+    return {
+        name: _Accumulated(*({(row[0], row[1], row[2]): row[3] for row in part} for part in parts))
+        for name, parts in stored.items()
+    }
 
 
 def _add_histogram(family: HistogramMetricFamily, name: str, figure: str, totals: Figures) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Iterable
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from proxy.endpoints import Endpoint
 from proxy.kv_transfer_metrics import KvTransferCollector
 from proxy.trace import Trace
+from proxy.workers import METRICS_DIRECTORY
 
 STATES = ("unknown", "ready", "unhealthy")
 
@@ -22,8 +28,13 @@ class Metrics:
 
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self.registry = CollectorRegistry()
-        self.kv_transfer = KvTransferCollector()
-        self.registry.register(self.kv_transfer)
+        directory = os.environ.get(METRICS_DIRECTORY)
+        self.kv_transfer = KvTransferCollector(Path(directory) / "kv_transfer.json" if directory else None)
+        self._read = CollectorRegistry()
+        self._read.register(EndpointCollector(endpoints))
+        self._read.register(self.kv_transfer)
+        if directory:  # what all workers have counted, those that died included
+            MultiProcessCollector(self._read, directory)  # type: ignore[no-untyped-call]
         counter, histogram = self._counter, self._histogram
         self._ended: dict[tuple[str, str], Counter] = {}
         self.requests = counter("requests", "Requests by route and how they ended", "route", "outcome")
@@ -39,12 +50,6 @@ class Metrics:
         self.ttft = histogram("time_to_first_token_seconds", "Request to first event of a stream", _LONG, "route")
         self.tpot = histogram("time_per_output_token_seconds", "Mean time between a stream's events", _TOKEN, "route")
         self.total = histogram("request_seconds", "Request to the last byte", _LONG, "route")
-        in_flight = self._gauge("in_flight", "Requests in flight", "endpoint", "role")
-        state = self._gauge("endpoint_state", "1 for the state that an endpoint is in", "endpoint", "role", "state")
-        for endpoint in endpoints:
-            in_flight.labels(endpoint.name, endpoint.role).set_function(_reader(endpoint))
-            for name in STATES:
-                state.labels(endpoint.name, endpoint.role, name).set_function(_state_reader(endpoint, name))
 
     def observe(self, trace: Trace) -> None:
         """Count a request that has ended."""
@@ -68,22 +73,34 @@ class Metrics:
             self.total.labels(trace.route).observe(trace.ended - trace.began)
 
     def render(self) -> bytes:
-        """Return the text that Prometheus scrapes."""
-        return generate_latest(self.registry)
+        """Return the text that Prometheus scrapes: of all workers, where there are several."""
+        if METRICS_DIRECTORY in os.environ:
+            return generate_latest(self._read)
+        return generate_latest(self._read) + generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdcluster_{name}", text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"pdcluster_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"pdcluster_{name}", text, labels, registry=self.registry, buckets=buckets)
 
 
-def _reader(endpoint: Endpoint) -> Callable[[], float]:
-    return lambda: float(endpoint.in_flight)
+class EndpointCollector(Collector):
+    """State and load of each endpoint at the moment of a scrape."""
 
+    def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
+        self._endpoints = endpoints
 
-def _state_reader(endpoint: Endpoint, name: str) -> Callable[[], float]:
-    return lambda: float(endpoint.state == name)
+    def collect(self) -> Iterable[Metric]:
+        """Yield the families."""
+        in_flight = GaugeMetricFamily(
+            "pdcluster_in_flight", "Requests in flight, of all workers", labels=["endpoint", "role"]
+        )
+        state = GaugeMetricFamily(
+            "pdcluster_endpoint_state", "1 for the state that an endpoint is in", labels=["endpoint", "role", "state"]
+        )
+        for endpoint in self._endpoints:
+            in_flight.add_metric([endpoint.name, endpoint.role], endpoint.in_flight)
+            for name in STATES:
+                state.add_metric([endpoint.name, endpoint.role, name], float(endpoint.state == name))
+        yield from (in_flight, state)

@@ -1,20 +1,18 @@
-"""The routes: inference on pairs, an explicit list passed to one endpoint, and the proxy's own."""
+"""Which paths there are: inference on pairs, an explicit list passed to one endpoint, the proxy's own, refusals."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.client import header_map
-from proxy.engine_client import EngineReply
-from proxy.errors import EngineFailedError, NoEndpointError, NotSupportedError, ProxyError, error_body
-from proxy.firewall import headers_for_client, headers_for_engine, new_request_id
-from proxy.inference import CALL_LIMIT_S, InferenceRoute, PassedOnRoute, Services
+from proxy.errors import NotSupportedError, ProxyError, error_body
+from proxy.inference import InferenceRoute, PassedOnRoute, Services
+from proxy.own_routes import OwnRoutes
 from proxy.request import KINDS
 
 # Served whole by one decode endpoint.
@@ -73,11 +71,12 @@ def make_router(services: Services, hot: Mapping[str, ASGIApp]) -> APIRouter:
         )
     for path, reason in NOT_SERVED.items():
         router.add_api_route(path, _refusing_route(path, reason), methods=_ANY_METHOD, include_in_schema=False)
-    own = _OwnRoutes(services)
-    router.add_api_route("/v1/models", own.models, methods=["GET"], response_model=None)
+    own = OwnRoutes(services)
     router.add_api_route("/health", own.health, methods=["GET"])
     router.add_api_route("/ready", own.ready, methods=["GET"], response_model=None)
-    router.add_api_route("/metrics", own.metrics, methods=["GET"], response_model=None)
+    for path, endpoint in (("/v1/models", own.models), ("/metrics", own.metrics)):
+        with_key = [Depends(_needs_key(services))]
+        router.add_api_route(path, endpoint, methods=["GET"], response_model=None, dependencies=with_key)
     return router
 
 
@@ -105,56 +104,15 @@ def _as_endpoint(app: ASGIApp) -> Callable[[Request], Any]:
     return endpoint
 
 
+def _needs_key(services: Services) -> Callable[[Request], None]:
+    def check(request: Request) -> None:
+        services.gate.check(header_map(request.scope))
+
+    return check
+
+
 def _refusing_route(path: str, reason: str) -> Any:
     async def handle() -> Response:
         raise NotSupportedError(f"{path}: {reason}", code="not_supported")
 
     return handle
-
-
-class _OwnRoutes:
-    """What the proxy answers itself."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def health(self) -> dict[str, str]:
-        """Say that the proxy runs; engines are /ready's business."""
-        return {"status": "ok"}
-
-    async def ready(self) -> Response:
-        """Answer 200 with at least one usable pair, 503 and what is missing without."""
-        pools = self._services.handoffs.pools
-        ready = pools.has_pair()
-        body = {"ready": ready, "missing": list(pools.missing())}
-        return Response(orjson.dumps(body), 200 if ready else _UNAVAILABLE, media_type="application/json")
-
-    async def metrics(self, request: Request) -> Response:
-        """Answer with the proxy's metrics and fresh KV transfer figures of the decode engines."""
-        self._services.gate.check(header_map(request.scope))
-        await self._services.watcher.scrape(self._services.metrics.kv_transfer)
-        return Response(self._services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(self, request: Request) -> Response:
-        """Answer with the models of all ready decode endpoints, each once."""
-        self._services.gate.check(header_map(request.scope))
-        pools, client = self._services.handoffs.pools, self._services.client
-        ready = [endpoint for endpoint in pools.of_role("decode") if endpoint.ready]
-        if not ready:
-            raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
-        headers = headers_for_engine(header_map(request.scope), new_request_id(), self._services.authorization)
-        replies = await asyncio.gather(
-            *(client.get(endpoint, "/v1/models", CALL_LIMIT_S, headers) for endpoint in ready), return_exceptions=True
-        )
-        models: dict[str, Any] = {}
-        for reply in replies:
-            if isinstance(reply, EngineReply) and reply.status < _CLIENT_ERROR:
-                models |= {
-                    model["id"]: model for model in orjson.loads(reply.body)["data"] if model["id"] not in models
-                }
-        if not models:
-            first = next((reply for reply in replies if isinstance(reply, EngineReply)), None)
-            if first is None:
-                raise EngineFailedError("models: no decode endpoint answered")
-            return Response(first.body, first.status, headers_for_client(first.headers))
-        return Response(orjson.dumps({"object": "list", "data": list(models.values())}), media_type="application/json")

@@ -22,7 +22,8 @@ PDCLUSTER_LAYERS = [
     {"cli"},
 ]
 PROXY_LAYERS = [
-    {"errors", "shared_counts", "api_keys"},
+    {"errors", "shared_counts", "api_keys", "flags", "tls"},
+    {"workers"},
     {"config", "rate_limits"},
     {"request", "trace", "exchange"},
     {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client"},
@@ -30,8 +31,10 @@ PROXY_LAYERS = [
     {"load", "release", "gate"},
     {"handoff"},
     {"inference"},
-    {"routes"},
+    {"own_routes"},
+    {"routes", "admin"},
     {"app"},
+    {"serving"},
     {"cli"},
 ]
 PURE = (

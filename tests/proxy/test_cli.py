@@ -6,10 +6,10 @@ import socket
 import subprocess
 import sys
 
-import httpx
 import pytest
 
-from tests.stand_in.engine import Fault, StandIn, Wire
+from tests.proxy.running import Running
+from tests.stand_in.engine import Fault
 
 GOOD = ("--prefill", "p=http://127.0.0.1:1", "--decode", "d=http://127.0.0.1:2")
 
@@ -33,8 +33,12 @@ def run(*arguments):
         (("--decode", "http://h:1", "--fallback", "none"), "nothing could be served"),
         ((*GOOD, "--connector", "pigeon"), "unknown; there is: nixl"),
         ((*GOOD, "--log-level", "loud"), "must be debug"),
-        ((*GOOD, "--host", "203.0.113.7"), "cannot listen there"),
+        ((*GOOD, "--host", "203.0.113.7"), "cannot listen on 203.0.113.7"),
         ((*GOOD, "--port", "0"), "--port"),
+        ((*GOOD, "--api-key-file", "/nowhere"), "/nowhere: cannot be read"),
+        ((*GOOD, "--requests-per-minute", "5"), "they are for each API key"),
+        ((*GOOD, "--tls-key", "/nowhere"), "need --tls-certificate"),
+        ((*GOOD, "--tls-certificate", "/nowhere"), "/nowhere: cannot be used"),
     ],
 )
 def test_a_users_mistake_is_one_clear_line_and_exit_code_2(arguments, words):
@@ -48,7 +52,7 @@ def test_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run(*GOOD, "--port", str(taken.getsockname()[1]))
     assert done.returncode == 2
-    assert "address already in use; choose another --port" in done.stderr
+    assert "address already in use; choose another port" in done.stderr
 
 
 def test_help_has_examples_and_every_flag():
@@ -61,51 +65,10 @@ def test_help_has_examples_and_every_flag():
         "--fallback",
         "--lease-seconds",
         "--total-timeout",
+        "--workers",
+        "--api-key-file",
     ):
         assert words in text
-
-
-class Running:
-    """`python -m proxy` in front of two stand-ins."""
-
-    async def __aenter__(self):
-        self.wire = Wire()
-        self.prefill = await StandIn("prefill", self.wire).start()
-        self.decode = await StandIn("decode", self.wire).start()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        arguments = ("--prefill", self.prefill.url, "--decode", self.decode.url, "--port", str(self.port))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "proxy", *arguments, "--health-interval", "0.1", "--shutdown-grace", "60"],
-            stderr=subprocess.DEVNULL,
-        )
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
-        async with asyncio.timeout(30):
-            while not await self.ready():
-                await asyncio.sleep(0.05)
-        return self
-
-    async def ready(self):
-        try:
-            return (await self.client.get("/ready")).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    async def refuses_connections(self):
-        async with asyncio.timeout(10):
-            while await accepts(self.port):
-                await asyncio.sleep(0.05)
-
-    async def exit_code(self):
-        return await asyncio.to_thread(self.process.wait, 10)
-
-    async def __aexit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-        await self.client.aclose()
-        await self.prefill.stop()
-        await self.decode.stop()
-        assert self.wire.violations == []
 
 
 STREAM = {"model": "m", "messages": [], "stream": True}
@@ -137,22 +100,13 @@ async def test_a_second_signal_ends_the_proxy_at_once_and_closes_its_engines_con
             await asyncio.wait_for(proxy.decode.gone.wait(), 5)
 
 
-async def accepts(port):
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return False
-    writer.close()
-    return True
-
-
 def test_the_proxy_may_open_as_many_files_as_its_user():
-    from proxy.cli import _allow_many_files
+    from proxy.serving import allow_many_files
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
-        _allow_many_files()
+        allow_many_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
