@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from pdcluster.commands import diagnosing, launching, lifecycle, planning
+from pdcluster.commands import benchmarking, diagnosing, launching, lifecycle, planning
 from pdcluster.errors import PdclusterError
 
 _BUG = 3
@@ -52,6 +52,8 @@ def _epilog(examples: Sequence[str]) -> str:
 
 for _verb, _examples in _EXAMPLES.items():
     app.command(epilog=_epilog(_examples))(_verb)
+
+app.add_typer(benchmarking.bench, name="bench")
 
 
 @app.command(

@@ -17,7 +17,7 @@ PDCLUSTER_LAYERS = [
     {"compat", "engine_args", "memory", "slots", "plan"},
     {"processes", "state", "backends", "argv_check", "diagnosis", "pair_check", "log_follow"},
     {"warmup", "tracking", "cluster_view", "reporting", "doctor", "preflight"},
-    {"supervisor"},
+    {"supervisor", "bench"},
     {"commands"},
     {"cli"},
 ]

@@ -1,0 +1,1 @@
+"""Benchmarks of the proxy against others, on stand-in engines: what a relay costs, measured in one run, interleaved."""
