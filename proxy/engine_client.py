@@ -58,16 +58,18 @@ class _Pool:
         self.prefix = parts.path.rstrip("/")
         self.authority = parts.netloc.rpartition("@")[2]
         self.ssl = ssl.create_default_context() if tls else None
+        self.first_lines: dict[tuple[str, str], bytes] = {}  # request line and host, by method and path
         self.idle: dict[EngineConnection, None] = {}
         self.open: set[EngineConnection] = set()
 
     def reuse(self) -> EngineConnection | None:
         """Return the connection that was used last, None where all are too old."""
-        self._drop_old()
         while self.idle:
             connection, _ = self.idle.popitem()
             if connection.usable:
-                return connection
+                if time.monotonic() - connection.freed_at < _KEEPALIVE_S:
+                    return connection
+                connection.drop()
         return None
 
     async def connect(self) -> EngineConnection:
@@ -90,11 +92,11 @@ class _Pool:
     def _free(self, connection: EngineConnection) -> None:
         connection.freed_at = time.monotonic()
         self.idle[connection] = None
-        self._drop_old()
+        if len(self.idle) > 1:
+            self._drop_old(connection.freed_at - _KEEPALIVE_S)
 
-    def _drop_old(self) -> None:
-        """Close what has been idle for too long, oldest first."""
-        oldest = time.monotonic() - _KEEPALIVE_S
+    def _drop_old(self, oldest: float) -> None:
+        """Close what has been idle since before then, oldest first."""
         while self.idle:
             connection = next(iter(self.idle))
             if connection.freed_at > oldest:
@@ -116,24 +118,15 @@ class EngineClient:
 
     async def open(self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit) -> Exchange:
         """Send a request and wait for status and headers; the caller closes the exchange."""
-        pool = self._pools.get(endpoint.url) or self._pools.setdefault(endpoint.url, _Pool(endpoint.url))
-        who = f"{leg}: {endpoint.name}"
-        head = _head(request, pool)
-        connection = pool.reuse()
+        exchange = await self._begin(endpoint, request, leg)
         while True:
-            fresh = connection is None
-            if connection is None:
-                connection = await self._connect(pool, who)
-            exchange = connection.send(head, request.body, who)
-            if request.on_sent is not None:
-                request.on_sent(exchange)
             try:
                 await exchange.opened(limit)
             except EngineFailedError:
                 exchange.close()
-                if fresh or not request.replayable or not exchange.untouched:
+                if not request.replayable or not exchange.untouched:
                     raise
-                connection = None
+                exchange = await self._begin(endpoint, request, leg, fresh=True)
             except BaseException:
                 exchange.close()
                 raise
@@ -144,10 +137,26 @@ class EngineClient:
         """Send a request and read the whole answer within the limit."""
         since = time.monotonic()
         exchange = await self.open(endpoint, request, leg=leg, limit=limit)
+        body = exchange.arrived()
+        if body is not None:
+            return EngineReply(exchange.status, exchange.headers, body)
         try:
             return EngineReply(exchange.status, exchange.headers, await exchange.whole(limit, since))
         finally:
             exchange.close()
+
+    async def _begin(self, endpoint: Endpoint, request: EngineRequest, leg: str, *, fresh: bool = False) -> Exchange:
+        """Send a request on an idle connection, or on a new one."""
+        pool = self._pools.get(endpoint.url)
+        if pool is None:
+            pool = self._pools[endpoint.url] = _Pool(endpoint.url)
+        connection = None if fresh else pool.reuse()
+        if connection is None:
+            connection = await self._connect(pool, f"{leg}: {endpoint.name}")
+        exchange = connection.send(_head(request, pool), request.body, leg, endpoint.name)
+        if request.on_sent is not None:
+            request.on_sent(exchange)
+        return exchange
 
     async def get(self, endpoint: Endpoint, path: str, limit: float, headers: bytes) -> EngineReply:
         """GET within `limit` seconds."""
@@ -173,6 +182,10 @@ class EngineClient:
 
 def _head(request: EngineRequest, pool: _Pool) -> bytes:
     """Return the request line and headers."""
-    length = b"" if request.method == "GET" else b"content-length: %d\r\n" % len(request.body)
-    first = f"{request.method} {pool.prefix}{request.path} HTTP/1.1\r\nhost: {pool.authority}\r\n"
-    return first.encode("latin-1") + length + request.headers + b"\r\n"
+    first = pool.first_lines.get((request.method, request.path))
+    if first is None:
+        line = f"{request.method} {pool.prefix}{request.path} HTTP/1.1\r\nhost: {pool.authority}\r\n"
+        first = pool.first_lines[request.method, request.path] = line.encode("latin-1")
+    if request.method == "GET":
+        return b"%b%b\r\n" % (first, request.headers)
+    return b"%b%bcontent-length: %d\r\n\r\n" % (first, request.headers, len(request.body))

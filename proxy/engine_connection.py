@@ -46,11 +46,11 @@ class EngineConnection(asyncio.Protocol):
         """Tell whether another exchange may begin."""
         return self._exchange is None and self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes, who: str) -> Exchange:
-        """Begin an exchange."""
+    def send(self, head: bytes, body: bytes, leg: str, endpoint: str) -> Exchange:
+        """Begin an exchange; leg and endpoint are for errors."""
         if self._transport is None or self._exchange is not None:
             raise RuntimeError("the connection is in use")
-        self._exchange = exchange = Exchange(self, who)
+        self._exchange = exchange = Exchange(self, leg, endpoint)
         self._answered = False
         self._end = 0
         if len(body) < _WORTH_A_COPY:

@@ -68,6 +68,7 @@ class Exchange:
         "_connection",
         "_idle",
         "_last",
+        "_names",
         "_pieces",
         "_sink",
         "_timer",
@@ -79,11 +80,10 @@ class Exchange:
         "paused",
         "status",
         "untouched",
-        "who",
     )
 
-    def __init__(self, connection: Connection, who: str) -> None:
-        self.who = who
+    def __init__(self, connection: Connection, leg: str, endpoint: str) -> None:
+        self._names = (leg, endpoint)
         self.status = 0
         self.headers: dict[str, str] = {}
         self.complete = False
@@ -98,6 +98,12 @@ class Exchange:
         self._last = 0.0
         self._idle: Callable[[], Limit] | None = None
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def who(self) -> str:
+        """Leg and endpoint, for errors."""
+        leg, endpoint = self._names
+        return f"{leg}: {endpoint}"
 
     async def opened(self, limit: Limit) -> None:
         """Wait for status and headers; raises `EngineFailedError`."""

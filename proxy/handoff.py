@@ -43,6 +43,7 @@ _OK = 200
 _CLIENT_ERROR, _SERVER_ERROR, _OVERLOADED = 400, 500, 503
 # Of the lease; what is left is for decode to be reached and to send its first heartbeat.
 _USABLE = 0.8
+_UNLIMITED = Limit(None)
 
 
 class Served(NamedTuple):
@@ -161,7 +162,7 @@ class _Attempt:
         """Return a phase's limit, or what is left of the whole request's where that is less."""
         total = self._timeouts.total
         if total is None:
-            return Limit(seconds)
+            return _UNLIMITED if seconds is None else Limit(seconds)
         left = max(0.0, self._trace.began + total - self._of.clock())
         return Limit(left, total) if seconds is None or left < seconds else Limit(seconds)
 

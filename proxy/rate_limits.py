@@ -35,17 +35,18 @@ class RateLimits:
 
     def admit(self, key: ApiKey, tokens: int) -> Refusal | None:
         """Count a request and its estimated tokens, or say why it may not pass."""
-        if key.requests_per_minute is None and key.tokens_per_minute is None:
+        requests_limit, tokens_limit = key.requests_per_minute, key.tokens_per_minute
+        if requests_limit is None and tokens_limit is None:
             return None
         now = self._clock()
-        for name, limit, what, need in (
-            ("requests_per_minute", key.requests_per_minute, _REQUESTS, 1),
-            ("tokens_per_minute", key.tokens_per_minute, _TOKENS, tokens),
-        ):
-            if limit is not None:
-                wait = self._wait(key, what, need, limit, now)
-                if wait is None or wait > 0:
-                    return Refusal(name, wait)
+        if requests_limit is not None:
+            wait = self._wait(key, _REQUESTS, 1, requests_limit, now)
+            if wait != 0:
+                return Refusal("requests_per_minute", wait)
+        if tokens_limit is not None:
+            wait = self._wait(key, _TOKENS, tokens, tokens_limit, now)
+            if wait != 0:
+                return Refusal("tokens_per_minute", wait)
         self._add(key, now, 1, tokens)
         return None
 
@@ -71,7 +72,10 @@ class RateLimits:
     def _used(self, key: ApiKey, minute: int, what: int) -> int:
         column = self._column(key, minute)
         counts = self._counts
-        return sum(counts.of(row, column + what) for row in range(counts.rows) if counts.of(row, column) == minute)
+        if counts.rows == 1:
+            return counts.own(column + what) if counts.own(column) == minute else 0
+        rows = [row for row in range(counts.rows) if counts.of(row, column) == minute]
+        return sum(counts.of(row, column + what) for row in rows)
 
     def _add(self, key: ApiKey, now: float, requests: int, tokens: int) -> None:
         minute = int(now // _MINUTE)

@@ -36,6 +36,9 @@ class ApiKind:
 _OPENAI_FAILURES = (b'data: {"error"', b'data: {"object":"error"')
 _TRUE_WORDS = ("true", "t", "yes", "y", "on", "1")  # pydantic's
 _MAX_DEPTH = 128
+# Without any of these a request is split.
+_ALONE = ("echo", "use_beam_search", "background")
+_SUSPECTS = frozenset({"n", "best_of", "prompt", "prompt_logprobs", "prompt_embeds", "previous_response_id", *_ALONE})
 
 KINDS: Mapping[str, ApiKind] = {
     kind.route: kind
@@ -158,6 +161,8 @@ def why_aggregated(fields: Mapping[str, Any]) -> str | None:
 
     vLLM 0.32 hands over the KV of one prompt with one choice, and recomputes where prompt log-probabilities are asked.
     """
+    if fields.keys().isdisjoint(_SUSPECTS):
+        return None
     for key in ("n", "best_of"):
         if _number(fields.get(key)) > 1:
             return key
@@ -166,7 +171,7 @@ def why_aggregated(fields: Mapping[str, Any]) -> str | None:
     for key in ("prompt_logprobs", "prompt_embeds", "previous_response_id"):
         if fields.get(key) is not None:
             return key
-    return next((key for key in ("echo", "use_beam_search", "background") if fields.get(key)), None)
+    return next((key for key in _ALONE if fields.get(key)), None)
 
 
 def _number(value: Any) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from proxy.firewall import has_transfer_fields, without_transfer_fields
+from proxy.firewall import TRANSFER_FIELDS, has_transfer_fields, without_transfer_fields
 from proxy.request import InferenceRequest, dump
 
 _ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -23,6 +23,7 @@ _DROPPED = (
     "top_logprobs",
     "logprob_token_ids",
     "background",
+    *TRANSFER_FIELDS,
 )
 _TOO_MANY_TOKENS = 2**31 - 1
 _NEEDED = {"remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int}
@@ -50,7 +51,7 @@ class NixlConnector:
         if request.kind.has_ignore_eos:
             body["ignore_eos"] = True
         body["kv_transfer_params"] = _ASK_PREFILL
-        return dump(without_ec(body))
+        return dump(body)
 
     def handoff(self, reply: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return `kv_transfer_params` of the reply if decode can use them."""
@@ -81,8 +82,3 @@ class NixlConnector:
         if isinstance(request.fields.get("model"), str):
             body["model"] = request.fields["model"]
         return dump(body)
-
-
-def without_ec(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without the encoder's transfer field."""
-    return {name: value for name, value in body.items() if name != "ec_transfer_params"}

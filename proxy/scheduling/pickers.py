@@ -17,6 +17,8 @@ class BestPicker:
 
     def pick(self, endpoints: Sequence[Endpoint], scores: Sequence[float]) -> Endpoint:
         """Return one of the best-scored endpoints."""
+        if len(endpoints) == 1:
+            return endpoints[0]
         best = max(scores)
         if scores.count(best) == 1:
             return endpoints[scores.index(best)]

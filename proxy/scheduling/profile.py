@@ -32,12 +32,13 @@ class Scheduler:
             return None
         if aggregated is not None:
             return Placement(self._choose(request, decodes), None, aggregated)
-        paired = [decode for decode in decodes if self.pools.partners(decode)]
-        if not paired:
-            return Placement(self._choose(request, decodes), None, "no_prefill")
-        decode = self._choose(request, paired)
-        prefills = self._filtered(request, self.pools.partners(decode), tried)
-        return Placement(decode, self._choose(request, prefills))
+        if self.pools.excluded:
+            decodes = [decode for decode in decodes if self.pools.partners(decode)] or decodes
+        decode = self._choose(request, decodes)
+        prefills = self.pools.partners(decode)
+        if not prefills:
+            return Placement(decode, None, "no_prefill")
+        return Placement(decode, self._choose(request, self._filtered(request, prefills, tried)))
 
     def _filtered(
         self, request: InferenceRequest, endpoints: Sequence[Endpoint], tried: Collection[str]

@@ -25,6 +25,9 @@ class Running:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         arguments = ("--prefill", self.prefill.url, "--decode", self.decode.url, "--port", str(self.port))
+        self.client = httpx.AsyncClient(
+            base_url=f"{self.scheme}://127.0.0.1:{self.port}", timeout=10, **self.client_settings
+        )
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -39,9 +42,6 @@ class Running:
             ],
             stderr=subprocess.DEVNULL,
             env=self.environment,
-        )
-        self.client = httpx.AsyncClient(
-            base_url=f"{self.scheme}://127.0.0.1:{self.port}", timeout=10, **self.client_settings
         )
         async with asyncio.timeout(30):
             while not await self.ready():
