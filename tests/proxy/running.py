@@ -14,14 +14,15 @@ from tests.stand_in.engine import StandIn, Wire
 class Running:
     """`python -m proxy` in front of two stand-ins."""
 
-    def __init__(self, *flags, scheme="http", environment=None, **client):
+    def __init__(self, *flags, scheme="http", environment=None, make=StandIn, **client):
+        self.make = make
         self.flags, self.scheme, self.client_settings = flags, scheme, client
         self.environment = {**os.environ, **(environment or {})}
 
     async def __aenter__(self):
         self.wire = Wire()
-        self.prefill = await StandIn("prefill", self.wire).start()
-        self.decode = await StandIn("decode", self.wire).start()
+        self.prefill = await self.make("prefill", self.wire).start()
+        self.decode = await self.make("decode", self.wire).start()
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         arguments = ("--prefill", self.prefill.url, "--decode", self.decode.url, "--port", str(self.port))
