@@ -4,10 +4,12 @@ import asyncio
 import random
 import socket
 import threading
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
 import pytest
+import pytest_asyncio
 import uvicorn
 
 from proxy.app import create_app
@@ -33,6 +35,28 @@ class Rig:
             if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
                 total += float(line.rsplit(" ", 1)[1])
         return total
+
+    @asynccontextmanager
+    async def counts(self, name, by, **labels):
+        """Check that a metric grows by so much, within a moment, in a block."""
+        before = await self.metric(name, **labels)
+        yield
+
+        async def grown():
+            return await self.metric(name, **labels) - before >= by
+
+        await self.until(grown)
+        assert await self.metric(name, **labels) - before == by
+
+    async def raw(self, sent, *, until=None, limit=5.0):
+        """Send bytes on a connection of their own; return what comes until the proxy closes, or until those bytes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            async with asyncio.timeout(limit):
+                writer.write(sent)
+                return await (reader.read() if until is None else reader.readuntil(until))
+        finally:
+            writer.close()
 
     async def until(self, condition, limit=5.0):
         """Wait for a condition of the proxy, which has a loop of its own; bounded."""
@@ -97,6 +121,36 @@ def stopping():
 @pytest.fixture
 async def make_rig(stopping):
     """Build a rig of so many engines; everything is stopped at the end, and the protocol was kept."""
+    async with _rigs(stopping) as make:
+        yield make
+
+
+@pytest.fixture
+async def rig(make_rig):
+    """One prefill, one decode."""
+    return await make_rig()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lasting_rig(stopping):
+    """One prefill, one decode for a whole module, whose tests run on the module's loop; see `shared`."""
+    async with _rigs(stopping) as make:
+        yield await make(prefills=1, decodes=1)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shared(lasting_rig):
+    """The module's rig with engines as new; metrics go on counting. The protocol was kept, and nothing is in flight."""
+    for engine in lasting_rig.prefills + lasting_rig.decodes:
+        engine.forget()
+    await lasting_rig.ready()
+    yield lasting_rig
+    await lasting_rig.idle()
+    assert lasting_rig.wire.violations == []
+
+
+@asynccontextmanager
+async def _rigs(stopping):
     rigs = []
 
     async def make(prefills=1, decodes=1, *, wait=True, http=None, **config):
@@ -114,19 +168,16 @@ async def make_rig(stopping):
             await rig.ready()
         return rig
 
-    yield make
-    for rig, proxy in rigs:
-        await rig.client.aclose()
-        proxy.stop()
-        stopping.append(proxy)
-        if len(stopping) > 8:
-            assert await asyncio.to_thread(stopping.pop(0).ended)
-        for engine in rig.prefills + rig.decodes:
-            await engine.stop()
+    try:
+        yield make
+    finally:
+        for rig, proxy in rigs:
+            await rig.client.aclose()
+            proxy.stop()
+            stopping.append(proxy)
+            if len(stopping) > 8:
+                assert await asyncio.to_thread(stopping.pop(0).ended)
+            for engine in rig.prefills + rig.decodes:
+                await engine.stop()
+    for rig, _ in rigs:
         assert rig.wire.violations == []
-
-
-@pytest.fixture
-async def rig(make_rig):
-    """One prefill, one decode."""
-    return await make_rig()

@@ -60,7 +60,7 @@ async def test_the_engines_own_key_is_sent_on_both_legs_on_probes_and_on_scrapes
     await rig.client.get("/v1/models", headers=bearer(KEY))
     await rig.client.get("/metrics", headers=bearer(KEY))
     for engine in rig.prefills + rig.decodes:
-        assert {seen.headers.get("authorization") for seen in engine.requests + engine.gets} == {"Bearer sk-engine"}
+        assert {seen.headers.get("authorization") for seen in engine.requests + engine.probes} == {"Bearer sk-engine"}
 
 
 async def test_a_spent_limit_is_429_with_a_truthful_retry_after(make_rig):

@@ -50,7 +50,7 @@ class Faulty(StandIn):
             self.faults.append(self.rng.choice(FAULTS)())
         if len(self.requests) > 100:
             self.requests.clear()
-            self.gets.clear()
+            self.probes.clear()
         return await super()._answer(seen, writer)
 
 

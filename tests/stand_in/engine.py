@@ -5,9 +5,13 @@ prefill issued, used once, under the same request id. Breaches are kept in `wire
 """
 
 import asyncio
-import gzip
 import json
 from dataclasses import dataclass, field
+
+from tests.stand_in.fault import Fault, compressed, normal_events
+from tests.stand_in.framing import Seen, read_request, reset, send_events, send_whole
+
+__all__ = ["LIMIT_FIELDS", "Fault", "Seen", "StandIn", "Wire", "normal_events"]
 
 LIMIT_FIELDS = {
     "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
@@ -23,15 +27,20 @@ NOT_ON_PREFILL = (
     "stop_sequences",
     "logprob_token_ids",  # vLLM refuses it without logprobs, which need not be there either
 )
+# More tokens than any model makes: decode refuses the request, and in doing so tells prefill to free the KV.
+RELEASE_TOKENS = 2**31 - 1
+REFUSED = b'{"error":{"message":"max_tokens is too large","type":"BadRequestError","code":400}}'
 
 
 @dataclass
 class Wire:
     """What all stand-ins of a test share: the handoffs issued and what was done wrong."""
 
-    issued: dict = field(default_factory=dict)
+    issued: dict = field(default_factory=dict)  # handoff id -> request id
+    models: dict = field(default_factory=dict)  # handoff id -> the model that prefill was asked for
     attempts: set = field(default_factory=set)  # request ids that prefill has answered
     used: set = field(default_factory=set)
+    released: list = field(default_factory=list)  # handoff ids that decode was asked to give back
     violations: list = field(default_factory=list)
 
     def check(self, condition, text):
@@ -39,61 +48,42 @@ class Wire:
             self.violations.append(text)
 
 
-@dataclass
-class Fault:
-    """How the next POST goes wrong; what isn't set is normal."""
-
-    status: int = 200
-    body: bytes | None = None  # instead of the normal answer
-    headers: dict = field(default_factory=dict)
-    hold: asyncio.Event | None = None  # wait for it before answering
-    close_before_headers: bool = False
-    events: list | None = None  # instead of the normal events
-    close_after: int | None = None  # break the connection after so many events
-    end_after: int | None = None  # end in order after so many events
-    pause_after: int | None = None  # then wait for `hold`
-    handoff: object = "normal"  # what kv_transfer_params of a prefill's reply is
-    byte_by_byte: bool = False
-    cut_body: bool = False  # announce more than is sent
-    gzip: bool = False  # compress whatever is sent, though nobody asked
-
-
-@dataclass
-class Seen:
-    """One request as it arrived."""
-
-    method: str
-    path: str
-    headers: dict
-    raw: bytes
-
-    @property
-    def json(self):
-        return json.loads(self.raw)
-
-
 class StandIn:
-    """One engine. `requests` has the POSTs; `gone` is set when a client leaves in the middle of one."""
+    """One engine. `requests` has the POSTs, `probes` the GETs, `releases` the requests that only give KV back.
+
+    `gone` is set when a client leaves in the middle of an answer, `stalled` when one doesn't read what it asked for.
+    """
 
     def __init__(self, role, wire):
         self.role, self.wire = role, wire
-        self.requests, self.gets, self.faults = [], [], []
-        self.gone, self.arrived = asyncio.Event(), asyncio.Event()
+        self.requests, self.probes, self.releases = [], [], []
+        self.faults = []  # of the next POSTs, one each
+        self.always = Fault()  # of the POSTs after those
+        self.get_faults = {}  # path -> Fault of every GET there
+        self.gone, self.arrived, self.stalled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.accepting = asyncio.Event()  # until it is set, connections stay unanswered
+        self.accepting.set()
         self.health = 200
         self.metrics = ""
+        self.models = ["m"]
         self.tokens = 4
         self.keep_alive = True  # else the connection is closed after each answer, without a word
+        self.keep_alive_s = None  # seconds after which an idle connection is closed
+        self.reset_reused = 0  # so many requests on reused connections meet a reset before they are read
+        self.now = self.highest = 0  # POSTs at once
         self.engine_id = f"{role}-{id(self):x}"
         self.connections = set()
 
-    async def start(self):
-        self.server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=1 << 26)
+    async def start(self, port=0):
+        self.server = await asyncio.start_server(self._connection, "127.0.0.1", port, limit=1 << 26)
         self.port = self.server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def stop(self):
         self.server.close()
+        for writer in list(self.connections):
+            writer.transport.abort()
         await self.server.wait_closed()
         for _ in range(3):  # what was accepted at the last moment reaches _connection
             await asyncio.sleep(0)
@@ -102,72 +92,138 @@ class StandIn:
         for _ in range(3):  # and their transports close
             await asyncio.sleep(0)
 
+    def forget(self):
+        """Be as new, for the next test; connections stay."""
+        for record in (self.requests, self.probes, self.releases, self.faults, self.get_faults):
+            record.clear()
+        for event in (self.gone, self.arrived, self.stalled):
+            event.clear()
+        self.always, self.health, self.metrics, self.models, self.tokens = Fault(), 200, "", ["m"], 4
+        self.keep_alive, self.keep_alive_s, self.reset_reused, self.highest = True, None, 0, self.now
+        self.accepting.set()
+
     async def _connection(self, reader, writer):
         self.connections.add(writer)
-        carry = b""
+        carry, served = b"", 0
         try:
-            while True:
-                seen = await _read_request(reader, carry)
+            await self.accepting.wait()
+            carry = await reader.read(1)
+            while carry:
+                if served and self.reset_reused:
+                    self.reset_reused -= 1
+                    reset(writer)
+                    return
+                seen = await read_request(reader, carry, reused=bool(served))
                 if seen is None:
                     return
                 watch = asyncio.ensure_future(reader.read(1))
-                work = asyncio.ensure_future(self._answer(seen, writer))
+                work = asyncio.ensure_future(self._counted(seen, writer))
                 await asyncio.wait((watch, work), return_when=asyncio.FIRST_COMPLETED)
                 if not work.done() and watch.result() == b"":
+                    seen.left = asyncio.get_running_loop().time()
                     self.gone.set()
                     work.cancel()
-                if not await work:
+                if not await work or not self.keep_alive:
                     watch.cancel()
                     return
-                if not self.keep_alive:
-                    watch.cancel()
-                    return
-                carry = await watch
-                if not carry:
-                    return
+                served += 1
+                carry = await self._within_keep_alive(watch)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             self.gone.set()
         finally:
             self.connections.discard(writer)
             writer.close()
 
-    async def _answer(self, seen, writer):
-        """Answer one request; false where the connection must end."""
+    async def _within_keep_alive(self, watch):
+        """Return the next request's first byte, nothing where the connection was idle for too long."""
+        try:
+            return await asyncio.wait_for(watch, self.keep_alive_s)
+        except TimeoutError:
+            return b""
+
+    async def _counted(self, seen, writer):
         if seen.method == "GET":
-            self.gets.append(seen)
             return await self._answer_get(seen, writer)
+        self.now += 1
+        self.highest = max(self.highest, self.now)
+        try:
+            return await self._answer(seen, writer)
+        finally:
+            self.now -= 1
+
+    async def _answer(self, seen, writer):
+        """Answer one POST; false where the connection must end."""
+        if self._is_release(seen):
+            self._check_release(seen)
+            return await send_whole(writer, 400, REFUSED, {}, Fault())
         self.requests.append(seen)
         self.arrived.set()
         if seen.path in LIMIT_FIELDS:  # also where a fault follows: what arrived may have been acted on
             (self._check_prefill if self.role == "prefill" else self._check_decode)(seen)
-        fault = self.faults.pop(0) if self.faults else Fault()
-        if fault.hold and fault.pause_after is None:
-            await fault.hold.wait()
-        if fault.close_before_headers:
+        fault = self.faults.pop(0) if self.faults else self.always
+        await fault.before()
+        if fault.close_before_headers or fault.raw is not None:
+            writer.write(fault.raw or b"")
+            await writer.drain()
+            if fault.reset:
+                reset(writer)
             return False
-        if seen.path not in LIMIT_FIELDS:
-            return await _send(writer, 200, json.dumps({"echo": seen.path, "kv_transfer_params": None}).encode())
-        if fault.gzip and not seen.json.get("stream"):
-            return await _send(writer, 200, gzip.compress(b'{"id":"x"}'), {"content-encoding": "gzip"})
+        echoed = {name: seen.headers[name] for name in ("x-request-id", "x-data-parallel-rank") if name in seen.headers}
+        headers = {**echoed, **fault.headers}
+        streams = seen.path in LIMIT_FIELDS and self.role == "decode" and seen.json.get("stream")
+        if fault.body is None and fault.status == 200 and streams:
+            return await self._stream(seen, writer, headers, fault)
+        body = self._whole(seen, fault)
+        if fault.gzip:
+            body, more = compressed(body)
+            headers |= more
+        return await send_whole(writer, fault.status, body, headers, fault)
+
+    def _whole(self, seen, fault):
         if fault.body is not None or fault.status != 200:
-            return await _send(writer, fault.status, fault.body or b"{}", fault.headers, cut=fault.cut_body)
+            return fault.body or b"{}"
+        if seen.path not in LIMIT_FIELDS:
+            return json.dumps({"echo": seen.path, "kv_transfer_params": None}).encode()
         if self.role == "prefill":
-            return await _send(writer, 200, json.dumps(self._prefill(seen, fault)).encode(), fault.headers)
-        if seen.json.get("stream"):
-            return await self._stream(seen.path, writer, fault)
+            return json.dumps(self._prefill(seen, fault)).encode()
+        if fault.gzip:
+            return b'{"id":"x"}'
         reply = {"id": "x", "kv_transfer_params": None, "content": "tok" * self.tokens, "prompt_token_ids": None}
-        return await _send(writer, 200, json.dumps(reply).encode(), fault.headers)
+        return json.dumps(reply).encode()
+
+    async def _stream(self, seen, writer, headers, fault):
+        events = fault.events if fault.events is not None else normal_events(seen.path, self.tokens)
+        if fault.gzip:
+            body, more = compressed(b"".join(events))
+            events, headers = [body], headers | more
+        return await send_events(writer, events, headers, fault, seen, self.stalled)
 
     async def _answer_get(self, seen, writer):
-        if seen.path == "/health":
-            return await _send(writer, self.health, b"")
-        if seen.path == "/v1/models":
-            return await _send(
-                writer, 200, json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
-            )
-        if seen.path == "/metrics":
-            return await _send(writer, 200, self.metrics.encode(), {"content-type": "text/plain"})
-        return await _send(writer, 200, b'{"version":"0.32.0"}')
+        self.probes.append(seen)
+        fault = self.get_faults.get(seen.path, Fault())
+        await fault.before()
+        if fault.close_before_headers or fault.raw is not None:
+            writer.write(fault.raw or b"")
+            await writer.drain()
+            return False
+        kind = {"content-type": "text/plain"} if seen.path == "/metrics" else {}
+        status, body = self._own(seen.path)
+        if fault.status != 200 or fault.body is not None:
+            status, body = fault.status, fault.body or b""
+        return await send_whole(writer, status, body, {**kind, **fault.headers}, fault)
+
+    def _own(self, path):
+        """Return status and body of a GET."""
+        if path == "/health":
+            return self.health, b""
+        if path == "/v1/models":
+            data = [{"id": model, "object": "model"} for model in self.models]
+            return 200, json.dumps({"object": "list", "data": data}).encode()
+        if path == "/metrics":
+            return 200, self.metrics.encode()
+        if path == "/load":
+            return 200, json.dumps({"server_load": self.now}).encode()
+        return 200, b'{"version":"0.32.0"}'
 
     def _check_prefill(self, seen):
         body, check = seen.json, self.wire.check
@@ -192,6 +248,7 @@ class StandIn:
         self.wire.attempts.add(request_id)
         handoff_id = f"{request_id}-{len(self.wire.issued):08x}"
         self.wire.issued[handoff_id] = request_id
+        self.wire.models[handoff_id] = seen.json.get("model")
         handoff = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -202,13 +259,16 @@ class StandIn:
             "remote_port": 5600,
             "tp_size": 1,
         }
-        return {"id": "p", "kv_transfer_params": handoff if fault.handoff == "normal" else fault.handoff}
+        return {"id": "p", "kv_transfer_params": fault.handed_off(handoff)}
 
     def _check_decode(self, seen):
-        handoff, check = seen.json.get("kv_transfer_params"), self.wire.check
-        if handoff is None:
-            return
-        handoff_id = handoff.get("remote_request_id")
+        handoff = seen.json.get("kv_transfer_params")
+        if handoff is not None:
+            self._use(handoff, seen)
+
+    def _use(self, handoff, seen):
+        """Check that a handoff may be used, and use it up."""
+        check, handoff_id = self.wire.check, handoff.get("remote_request_id")
         check(handoff_id in self.wire.issued, "decode: a handoff that nobody issued")
         check(handoff_id not in self.wire.used, "decode: a handoff was used twice")
         check(
@@ -217,64 +277,21 @@ class StandIn:
         )
         self.wire.used.add(handoff_id)
 
-    async def _stream(self, path, writer, fault):
-        events = fault.events if fault.events is not None else normal_events(path, self.tokens)
-        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nserver: secret\r\ntransfer-encoding: chunked\r\n"
-        if fault.gzip:
-            head += "content-encoding: gzip\r\n"
-            events = [gzip.compress(b"".join(events))]
-        writer.write(head.encode() + b"\r\n")
-        for index, event in enumerate(events):
-            if index == fault.close_after:
-                await writer.drain()
-                writer.transport.abort()
-                return False
-            if index == fault.end_after:
-                break
-            if index == fault.pause_after:
-                await writer.drain()
-                await fault.hold.wait()
-            for piece in [event[i : i + 1] for i in range(len(event))] if fault.byte_by_byte else [event]:
-                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-                await writer.drain()
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
-        return True
+    def _is_release(self, seen):
+        if self.role != "decode" or seen.path != "/v1/completions":
+            return False
+        body = seen.json
+        limit = body.get("max_tokens")
+        return bool(body.get("kv_transfer_params")) and isinstance(limit, int) and limit >= RELEASE_TOKENS
 
-
-def normal_events(path, tokens):
-    """Return the events of a complete stream, in the API's own form."""
-    if path == "/v1/responses":
-        steps = [
-            "response.created",
-            "response.in_progress",
-            *["response.output_text.delta"] * tokens,
-            "response.completed",
-        ]
-        return [f'event: {step}\ndata: {{"type":"{step}","kv_transfer_params":null}}\n\n'.encode() for step in steps]
-    if path == "/v1/messages":
-        steps = ["message_start", *["content_block_delta"] * tokens, "message_stop"]
-        return [f'event: {step}\ndata: {{"type":"{step}"}}\n\n'.encode() for step in steps]
-    first = [b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'] if "chat" in path else []
-    return [*first, *[b'data: {"choices":[{"delta":{"content":"tok"}}]}\n\n'] * tokens, b"data: [DONE]\n\n"]
-
-
-async def _read_request(reader, carry):
-    try:
-        head = carry + await reader.readuntil(b"\r\n\r\n")
-    except asyncio.IncompleteReadError:
-        return None
-    first, *lines = head.decode("latin-1").split("\r\n")
-    method, path, _ = first.split(" ")
-    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
-    raw = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Seen(method, path, headers, raw)
-
-
-async def _send(writer, status, body, headers=None, *, cut=False):
-    lines = {"content-type": "application/json", "server": "secret", **(headers or {})}
-    lines["content-length"] = str(len(body) + (10 if cut else 0))
-    head = f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
-    writer.write(head.encode() + body)
-    await writer.drain()
-    return not cut
+    def _check_release(self, seen):
+        body, check = seen.json, self.wire.check
+        handoff_id = body["kv_transfer_params"].get("remote_request_id")
+        self._use(body["kv_transfer_params"], seen)
+        check(body.get("model") == self.wire.models.get(handoff_id), "release: another model than prefill's")
+        check(
+            isinstance(body.get("prompt"), list | str) and len(body["prompt"]) == 1, "release: not a one token prompt"
+        )
+        check(not body.get("stream"), "release: streamed")
+        self.releases.append(seen)
+        self.wire.released.append(handoff_id)
