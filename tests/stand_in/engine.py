@@ -75,7 +75,7 @@ class StandIn:
         self.connections = set()
 
     async def start(self, port=0):
-        self.server = await asyncio.start_server(self._connection, "127.0.0.1", port, limit=1 << 26)
+        self.server = await asyncio.start_server(self._connection, "127.0.0.1", port, limit=1 << 26, backlog=4096)
         self.port = self.server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         return self
@@ -117,9 +117,10 @@ class StandIn:
                 if seen is None:
                     return
                 watch = asyncio.ensure_future(reader.read(1))
+                watch.add_done_callback(lambda it: it.cancelled() or it.exception())  # what it met is known elsewhere
                 work = asyncio.ensure_future(self._counted(seen, writer))
                 await asyncio.wait((watch, work), return_when=asyncio.FIRST_COMPLETED)
-                if not work.done() and watch.result() == b"":
+                if not work.done() and (watch.exception() or watch.result() == b""):
                     seen.left = asyncio.get_running_loop().time()
                     self.gone.set()
                     work.cancel()

@@ -5,6 +5,7 @@ import json
 import socket
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _STALLED_S = 0.3  # a write that takes longer was stopped by a reader that doesn't read
 
@@ -131,15 +132,37 @@ async def _drain(writer, stalled):
         telling.cancel()
 
 
-def black_hole():
-    """Return a listening socket that lets nobody connect: its queue is full for ever. Close both when done."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(0)
-    fillers = []
-    for _ in range(4):
-        filler = socket.socket()
-        filler.setblocking(False)
-        filler.connect_ex(listener.getsockname())
-        fillers.append(filler)
-    return listener, fillers
+class BlackHole:
+    """A port that nobody can connect to and that refuses nobody: its queue is full for as long as the block lasts."""
+
+    def __init__(self, port=0):
+        self.listener = socket.socket()
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.listener.bind(("127.0.0.1", port))
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.fillers = []
+
+    def __enter__(self):
+        self.listener.listen(0)
+        for _ in range(3):
+            filler = socket.socket()
+            filler.setblocking(False)
+            filler.connect_ex(self.listener.getsockname())
+            self.fillers.append(filler)
+        self.own = self._trying()
+        return self
+
+    def __exit__(self, *_):
+        for sock in (*self.fillers, self.listener):
+            sock.close()
+
+    def _trying(self):
+        remote, syn_sent = f":{self.port:04X}", "02"
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        return sum(fields[2].endswith(remote) and fields[3] == syn_sent for fields in lines)
+
+    @property
+    def trying(self):
+        """How many others are trying to connect."""
+        return self._trying() - self.own
