@@ -118,6 +118,30 @@ async def test_a_client_that_shuts_its_sending_side_down_still_gets_its_answer_o
     await shared.idle()
 
 
+@STREAMS
+async def test_clients_that_say_they_are_done_at_any_moment_are_no_bug_of_the_proxy(shared, stream):  # B24, B31
+    async with shared.counts("pdcluster_requests_total", 0, outcome="internal_error"):
+        for moment in range(40):
+            async with Leaver(shared, CHAT, {**BODY, "stream": stream}) as client:
+                for _ in range(moment):
+                    await asyncio.sleep(0)
+                client.writer.write_eof()
+                await asyncio.wait_for(client.reader.read(), 5)
+        await shared.idle()
+
+
+async def test_a_client_that_sends_its_next_request_at_once_and_leaves_is_no_bug_of_the_proxy(shared):  # B24, B31
+    sent = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" % CHAT.encode()
+    async with shared.counts("pdcluster_requests_total", 0, outcome="internal_error"):
+        for more in (sent, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", sent[:30]) * 5:
+            reader, writer = await asyncio.open_connection("127.0.0.1", shared.port)
+            writer.write(sent + more)
+            writer.write_eof()
+            await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+        await shared.idle()
+
+
 async def test_a_client_that_does_not_read_stops_decode_and_is_not_buffered_for(shared):  # B25
     shared.decodes[0].faults = [Fault(events=(token("x" * 65536) for _ in range(4000)))]
     async with Leaver(shared, CHAT, STREAM) as client:

@@ -269,7 +269,11 @@ class StandIn:
 
     def _use(self, handoff, seen):
         """Check that a handoff may be used, and use it up."""
-        check, handoff_id = self.wire.check, handoff.get("remote_request_id")
+        check = self.wire.check
+        if not isinstance(handoff, dict):
+            check(False, f"decode: a handoff that is none: {handoff!r}")
+            return
+        handoff_id = handoff.get("remote_request_id")
         check(handoff_id in self.wire.issued, "decode: a handoff that nobody issued")
         check(handoff_id not in self.wire.used, "decode: a handoff was used twice")
         check(
@@ -282,8 +286,8 @@ class StandIn:
         if self.role != "decode" or seen.path != "/v1/completions":
             return False
         body = seen.json
-        limit = body.get("max_tokens")
-        return bool(body.get("kv_transfer_params")) and isinstance(limit, int) and limit >= RELEASE_TOKENS
+        handoff, limit = body.get("kv_transfer_params"), body.get("max_tokens")
+        return isinstance(handoff, dict) and isinstance(limit, int) and limit >= RELEASE_TOKENS
 
     def _check_release(self, seen):
         body, check = seen.json, self.wire.check
