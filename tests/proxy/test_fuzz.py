@@ -358,7 +358,7 @@ async def test_no_operation_of_our_openapi_document_answers_a_5xx_of_its_own(sha
             if mode is GenerationMode.NEGATIVE and operation.method == "get":
                 continue  # there is nothing to be wrong about
 
-            @bounded(8)
+            @bounded(4)
             @given(operation.as_strategy(generation_mode=mode))
             def each(case):
                 sent = case.as_transport_kwargs(base_url=str(client.base_url).rstrip("/"))
