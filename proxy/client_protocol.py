@@ -31,6 +31,7 @@ from proxy.exchange import Exchange, Limit
 _SLOWEST_BODY = 1024
 _LINGER_S = 2.0
 _GOODBYE_S = 0.5
+_WITHOUT_CHUNKS = "1.0"
 # Requests that a client may send before their turn.
 _PIPELINE = 16
 _Awaited = Literal["head", "body", ""]
@@ -92,7 +93,12 @@ class LinkedClient:
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Begin a response; its head leaves together with the first bytes of its body."""
-        self._begun = _head(self._cycle, status, headers, b"transfer-encoding: chunked\r\n\r\n")
+        cycle = self._cycle
+        if cycle.scope["http_version"] == _WITHOUT_CHUNKS:
+            cycle.keep_alive = False  # the end of the connection is that of the body
+            self._begun = _head(cycle, status, headers, b"\r\n")
+        else:
+            self._begun = _head(cycle, status, headers, b"transfer-encoding: chunked\r\n\r\n")
 
     async def relay(self, head: bytes, exchange: Exchange, idle: Callable[[], Limit], transform: Transform) -> None:
         """Write a stream to the socket as it comes from the engine's, to its end."""
@@ -136,7 +142,7 @@ class LinkedClient:
 class _Splice:
     """The end of a stream that lies in the client's socket."""
 
-    __slots__ = ("_cycle", "_done", "_pass", "_transform", "_write")
+    __slots__ = ("_chunked", "_cycle", "_done", "_pass", "_transform", "_write")
 
     def __init__(self, cycle: RequestResponseCycle, transform: Transform, done: asyncio.Future[None]) -> None:
         self._cycle = cycle
@@ -144,31 +150,31 @@ class _Splice:
         self._pass = transform.feed
         self._done = done
         self._write = cycle.transport.write
+        self._chunked = cycle.scope["http_version"] != _WITHOUT_CHUNKS
 
     def begin(self, head: bytes, data: bytes) -> None:
         """Write the head of the response and the first bytes of its body."""
         if not self._cycle.disconnected:
-            self._write(head + _chunk(self._pass(data)))
+            self._write(head + self._framed(self._pass(data)))
 
     def feed(self, data: bytes) -> None:
         """Write the next bytes."""
         if not self._cycle.disconnected:
             data = self._pass(data)
             if data:
-                self._write(b"%x\r\n%b\r\n" % (len(data), data))
+                self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end(self, error: EngineFailedError | None) -> None:
         """Write what is left and end the response."""
         data = self._transform.end(error)
         if not self._cycle.disconnected:
-            self._write(_chunk(data) + b"0\r\n\r\n")
+            self._write(self._framed(data) + (b"0\r\n\r\n" if self._chunked else b""))
             _complete(self._cycle)
         if not self._done.done():
             self._done.set_result(None)
 
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if data and self._chunked else data
 
 
 def _head(cycle: RequestResponseCycle, status: int, headers: Mapping[str, str], framing: bytes) -> bytes:
@@ -330,6 +336,8 @@ class ClientProtocol(HttpToolsProtocol):
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self._refused = True
+        for client in list(self._clients):
+            client.left()
         if self.transport.can_write_eof():  # closing at once could cost a client that still sends its answer
             self.transport.write_eof()
             self._arm(_LINGER_S, self.transport.close)

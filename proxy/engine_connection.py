@@ -13,7 +13,7 @@ from proxy.exchange import Exchange
 
 # Bytes of a body up to which one write of a copy is cheaper than a vectored one.
 _WORTH_A_COPY = 1 << 16
-_FIRST_FINAL_STATUS = 200
+_FIRST_FINAL_STATUS, _LAST_STATUS = 200, 599
 _WITHOUT_BODY = (204, 304)
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 
@@ -96,7 +96,9 @@ class EngineConnection(asyncio.Protocol):
                 exchange.fail(EngineFailedError(f"{exchange.who} broke off: what it sent is not HTTP"))
         body = self._body
         if body:
-            piece = body[0] if len(body) == 1 else b"".join(body[: self._end or None])
+            if exchange.complete:
+                del body[self._end :]  # what came after the answer
+            piece = body[0] if len(body) == 1 else b"".join(body)
             body.clear()
             if self._inflater is not None:
                 piece = self._inflated(piece, exchange)
@@ -140,6 +142,10 @@ class EngineConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         exchange = self._exchange
         if status < _FIRST_FINAL_STATUS or exchange is None or exchange.complete:
+            return
+        if status > _LAST_STATUS:
+            exchange.fail(EngineFailedError(f"{exchange.who} broke off: {status} is no status"))
+            self._spoilt = True
             return
         headers = self._headers
         if headers.get("content-encoding") in ("gzip", "deflate"):

@@ -7,8 +7,8 @@ one field) end it: vLLM 0.32 trips an assertion on it. Headers go by an allow li
 from __future__ import annotations
 
 import json
-import random
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _TO_ENGINE = (b"content-type", b"accept", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta")
 _TO_CLIENT = ("content-type", "retry-after", "www-authenticate")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _NULL_TRANSFER = re.compile(rb',\s*"(?:kv|ec)_transfer_params":\s*null')
 _SET_TRANSFER = re.compile(rb'"(?:kv|ec)_transfer_params":\s*\{')
 
@@ -100,7 +101,7 @@ def safe_request_id(given: bytes | None) -> str | None:
 
 def new_request_id() -> str:
     """Return a fresh id for one attempt: both legs share it, no two attempts do."""
-    return f"pdc-{random.getrandbits(128):032x}"
+    return f"pdc-{secrets.token_hex(16)}"
 
 
 class EventCleaner:
@@ -111,13 +112,15 @@ class EventCleaner:
 
     def feed(self, data: bytes) -> bytes:
         """Return the events that are now complete."""
-        events, mark, self._held = (self._held + data).rpartition(b"\n\n")
-        if not mark:
+        held = self._held + data
+        cut = max(held.rfind(mark) + len(mark) if mark in held else 0 for mark in _EVENT_ENDS)
+        events, self._held = held[:cut], held[cut:]
+        if not events:
             return b""
         events = _NULL_TRANSFER.sub(b"", events)
         if _SET_TRANSFER.search(events):
             events = b"\n".join(map(_clean_line, events.split(b"\n")))
-        return events + mark
+        return events
 
     def rest(self) -> bytes:
         """Return what the stream ended with, if that was no whole event."""
@@ -127,6 +130,8 @@ class EventCleaner:
 
 def _clean_line(line: bytes) -> bytes:
     """Take handoff fields that are set out of one line of an event and of the response it carries."""
+    if line.endswith(b"\r"):
+        return _clean_line(line[:-1]) + b"\r"
     name, mark, data = line.partition(b"data: ")
     if name or not _SET_TRANSFER.search(data):
         return line

@@ -33,8 +33,12 @@ def parse_figures(text: str) -> Figures:
     figures: Figures = {}
     for name, part, labels, value in _LINE.findall(text):
         bound = _BOUND.search(labels)
+        try:
+            number, _ = float(value), float(bound[1]) if bound else 0.0
+        except ValueError:
+            continue  # no figure
         key = (name, part, bound[1] if bound else "")
-        figures[key] = figures.get(key, 0.0) + float(value)
+        figures[key] = figures.get(key, 0.0) + number
     return figures
 
 

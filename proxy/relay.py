@@ -104,7 +104,9 @@ class Relay:
 
     def end(self, error: EngineFailedError | None) -> bytes:
         """Return the last bytes: an error event where the stream broke off."""
-        rest = self._cleaner.rest() if self._cleaner is not None else b""
+        rest = b"" if self._cleaner is None else self._cleaner.rest()
+        if rest:
+            rest = self._examined(rest)
         if error is None:
             self._trace.last_byte = self._clock()
         if error is None and not self.complete and not self.failed:

@@ -36,6 +36,8 @@ class ApiKind:
 _OPENAI_FAILURES = (b'data: {"error"', b'data: {"object":"error"')
 _TRUE_WORDS = ("true", "t", "yes", "y", "on", "1")  # pydantic's
 _MAX_DEPTH = 128
+_EXACT = 2.0**53
+_LONG = 1000
 # Without any of these a request is split.
 _ALONE = ("echo", "use_beam_search", "background")
 _SUSPECTS = frozenset({"n", "best_of", "prompt", "prompt_logprobs", "prompt_embeds", "previous_response_id", *_ALONE})
@@ -99,11 +101,39 @@ class InferenceRequest(NamedTuple):
 
 
 def dump(body: Mapping[str, Any]) -> bytes:
-    """Write JSON; what orjson refuses (lone surrogates, integers over 64 bits) is written by the slow way."""
-    try:
-        return orjson.dumps(body)
-    except TypeError:
-        return json.dumps(body, separators=(",", ":")).encode()
+    """Write JSON; what orjson refuses or loses (lone surrogates, NaN, huge numbers) is written by the slow way."""
+    if not _holds_odd_number(body):
+        try:
+            return orjson.dumps(body)
+        except TypeError:
+            pass
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def exact_fields(fields: Mapping[str, Any], raw: bytes) -> Mapping[str, Any]:
+    """Return a body's fields with every number as it was written; orjson rounds integers over 64 bits to floats.
+
+    A number in a tool's schema is part of the prompt: both legs must see the same one.
+    """
+    if not _holds_odd_number(fields):
+        return fields
+    exact: dict[str, Any] = json.loads(raw.decode("utf-8", "surrogatepass"))
+    return exact
+
+
+def _holds_odd_number(fields: Mapping[str, Any]) -> bool:
+    """Tell whether there is a float that may have been an integer, or is none at all; long lists of integers aside."""
+    todo: list[Any] = [fields]
+    while todo:
+        item = todo.pop()
+        for child in item.values() if isinstance(item, dict) else item:
+            kind = type(child)
+            if kind is float:
+                if not -_EXACT < child < _EXACT:
+                    return True
+            elif kind is dict or (kind is list and not (len(child) > _LONG and type(child[0]) is int)):
+                todo.append(child)
+    return False
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

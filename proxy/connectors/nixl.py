@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from proxy.firewall import TRANSFER_FIELDS, has_transfer_fields, without_transfer_fields
-from proxy.request import InferenceRequest, dump
+from proxy.request import InferenceRequest, dump, exact_fields
 
 _ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -37,7 +37,8 @@ class NixlConnector:
 
     def prefill_body(self, request: InferenceRequest) -> bytes:
         """Return the client's body with one token asked for, without streaming, and with the KV kept."""
-        body = {name: value for name, value in request.fields.items() if name not in _DROPPED}
+        fields = exact_fields(request.fields, request.raw)
+        body = {name: value for name, value in fields.items() if name not in _DROPPED}
         first, *others = request.kind.token_limits
         body[first] = 1
         for name in others:

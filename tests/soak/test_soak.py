@@ -117,8 +117,12 @@ async def test_a_soak_leaves_nothing_behind():
         statuses = await put(proxy.port, REQUESTS, rng)
         text = await settled(proxy)
         memory_after, files_after = usage(proxy)
-        print(f"\nstatuses {statuses}; resident {memory / 1e6:.1f} -> {memory_after / 1e6:.1f} MB; files {files} -> {files_after}")
-        print(f"handoffs issued {len(proxy.wire.issued)}, used {len(proxy.wire.used)}, released {len(proxy.wire.released)}")
+        print(
+            f"\nstatuses {statuses}; resident {memory / 1e6:.1f} -> {memory_after / 1e6:.1f} MB; files {files} -> {files_after}"
+        )
+        print(
+            f"handoffs issued {len(proxy.wire.issued)}, used {len(proxy.wire.used)}, released {len(proxy.wire.released)}"
+        )
         assert figure(text, "pdcluster_in_flight") == 0
         assert statuses[200] > 0.6 * REQUESTS
         assert set(statuses) <= {0, 200, 400, 500, 502, 503}
