@@ -67,6 +67,22 @@ class Rig:
     async def ready(self):
         await self.until(self._is_ready)
 
+    async def sound(self):
+        """Engines are as new and ready, and no failure is held against one: a request has succeeded on both legs."""
+        for engine in self.prefills + self.decodes:
+            engine.forget()
+        await self.ready()
+        before = await self.metric("pdcluster_requests_total")
+        reply = await self.client.post("/v1/completions", json={"prompt": "sound"})
+        assert reply.headers["x-pdcluster-path"] == "disaggregated"
+
+        async def counted():
+            return await self.metric("pdcluster_requests_total") > before
+
+        await self.until(counted)
+        for engine in self.prefills + self.decodes:
+            engine.forget()
+
     async def _is_ready(self):
         reply = (await self.client.get("/ready")).json()
         return reply["ready"] and not [line for line in reply["missing"] if "unknown" in line]
@@ -146,6 +162,7 @@ async def shared(lasting_rig):
     await lasting_rig.ready()
     yield lasting_rig
     await lasting_rig.idle()
+    await lasting_rig.client.get("/health")  # what was counted after the last answer is counted now
     assert lasting_rig.wire.violations == []
 
 

@@ -64,7 +64,7 @@ async def test_an_empty_error_stays_an_error(shared, stream):  # B09
 async def test_a_redirect_of_an_engine_is_followed_by_nobody_and_is_no_success(shared, status, stream):  # B09
     where = {"location": shared.prefills[0].url + "/secret"}
     for engine, leg in ((shared.prefills[0], "prefill"), (shared.decodes[0], "decode")):
-        shared.prefills[0].forget()
+        await shared.sound()
         engine.faults = [Fault(status=status, body=b"{}", headers=where)] * 2
         reply = await shared.client.post(CHAT, json={**BODY, "stream": stream})
         assert not [seen for seen in shared.prefills[0].requests + shared.prefills[0].probes if "secret" in seen.path]
@@ -120,7 +120,7 @@ async def test_an_event_that_was_cut_in_the_middle_is_not_glued_to_the_error(sha
 
 async def test_the_last_event_decides_even_where_the_connection_breaks_after_it(shared):  # B11
     shared.decodes[0].faults = [Fault(events=[token("a"), DONE, b": more\n\n"], close_after=2, reset=True)]
-    async with shared.counts("pdcluster_requests_total", 1, outcome="ok"):
+    async with shared.counts("pdcluster_requests_total", 1, outcome="ok", route=CHAT):
         reply = await shared.client.post(CHAT, json=STREAM)
     assert reply.text.endswith("data: [DONE]\n\n")
     assert "error" not in reply.text
@@ -129,6 +129,7 @@ async def test_the_last_event_decides_even_where_the_connection_breaks_after_it(
 @pytest.mark.parametrize("at", [1, 20, 45])
 @pytest.mark.parametrize("how", [{"cut_body": True}, {"length_off": 1}, {"length_off": 10_000}], ids=str)
 async def test_a_whole_answer_that_is_cut_is_502_after_a_new_prefill_never_half_a_document(shared, how, at):  # B11
+    await shared.sound()
     whole = json.dumps({"id": "x", "choices": [{"message": {"content": "tok"}}]}).encode()
     shared.decodes[0].faults = [Fault(body=whole[:at], **how)] * 2
     reply = await shared.client.post(CHAT, json=BODY)
@@ -138,6 +139,7 @@ async def test_a_whole_answer_that_is_cut_is_502_after_a_new_prefill_never_half_
 
 
 async def test_a_prefill_that_is_cut_is_asked_again_and_its_half_answer_is_no_handoff(shared):  # B11, B13
+    await shared.sound()
     shared.prefills[0].faults = [Fault(length_off=30)]
     reply = await shared.client.post(CHAT, json=BODY)
     assert reply.headers["x-pdcluster-path"] == "disaggregated"
@@ -151,6 +153,7 @@ async def test_a_prefill_that_is_cut_is_asked_again_and_its_half_answer_is_no_ha
     ids=lambda junk: repr(junk[:28]),
 )  # fmt: skip
 async def test_an_engine_that_speaks_no_http_is_502_and_never_a_bug(shared, junk, stream):
+    await shared.sound()
     async with shared.counts("pdcluster_requests_total", 0, outcome="internal_error"):
         for engine in (shared.decodes[0], shared.prefills[0]):
             engine.faults = [Fault(raw=junk)] * 2
@@ -160,15 +163,15 @@ async def test_an_engine_that_speaks_no_http_is_502_and_never_a_bug(shared, junk
                 assert "internal" not in reply.text
             else:
                 assert reply.status_code in (200, 999)
-            engine.faults = []
-            await shared.ready()
+            await shared.sound()
 
 
 async def test_an_error_of_the_proxy_has_the_shape_of_the_api_that_was_called(shared):  # B09
+    await shared.sound()
     for route in LIMIT_FIELDS:
         shared.decodes[0].faults = [Fault(close_before_headers=True)] * 2
         reply = await shared.client.post(route, json=BODY)
-        await shared.ready()
+        await shared.sound()
         assert reply.status_code == 502
         value = reply.json()
         assert value["error"]["message"].startswith("decode: d0")

@@ -76,13 +76,13 @@ async def test_engines_that_close_idle_connections_after_a_moment_cost_no_reques
         engine.keep_alive_s = 0.01
     for index in range(8):
         reply = await shared.client.post(CHAT, json={**BODY, "stream": bool(index % 2)})
-        assert reply.headers["x-pdcluster-path"] == "disaggregated"
+        assert reply.status_code == 200
         await shared.until(lambda: _closed(shared))
 
 
 async def _closed(rig):
     """Tell whether no connection is left but those of probes that run right now."""
-    return len(rig.decodes[0].connections) <= 1
+    return all(len(engine.connections) <= 1 for engine in rig.prefills + rig.decodes)
 
 
 async def test_many_at_once_never_share_or_swap_a_handoff(shared):  # B01, B02
