@@ -119,6 +119,10 @@ class LinkedClient:
 
     # What the protocol tells.
 
+    def part(self) -> None:
+        """Let go of the scope, in which this client stands: what refers to itself only a slow collection would free."""
+        self._cycle.scope.pop("extensions", None)
+
     def left(self) -> None:
         """Hear that the connection is closed."""
         if not self._cycle.response_complete:
@@ -314,7 +318,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Let a refused client send on for a moment only."""
-        self._clients.popleft()
+        self._clients.popleft().part()
         super().on_response_complete()
         if self._in_body and not self.transport.is_closing():
             self._arm(_LINGER_S, self.transport.close)

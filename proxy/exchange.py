@@ -260,6 +260,7 @@ class Exchange:
             self._timer = asyncio.get_running_loop().call_later(due - now, self._watch)
 
     def _cancel_timer(self) -> None:
+        self._idle = None  # it may refer to whoever holds this exchange
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
