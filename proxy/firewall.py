@@ -22,6 +22,8 @@ _TO_CLIENT = ("content-type", "retry-after", "www-authenticate")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _NULL_TRANSFER = re.compile(rb',\s*"(?:kv|ec)_transfer_params":\s*null')
+_SET_TOKEN_IDS = re.compile(rb'"prompt_token_ids":\s*\[')
+_SET_METRICS = re.compile(rb'"metrics":\s*\{')
 _SET_TRANSFER = re.compile(rb'"(?:kv|ec)_transfer_params":\s*\{')
 
 
@@ -161,10 +163,11 @@ def clean_reply(body: bytes, asked: Mapping[str, Any]) -> bytes:
     """
     if b"_transfer_params" in body:
         body = _NULL_TRANSFER.sub(b"", body)
-    wants_ids = bool(asked.get("return_token_ids"))
-    suspects = [name for name in TRANSFER_FIELDS if f'"{name}"'.encode() in body]
-    suspects += [] if wants_ids or not re.search(rb'"prompt_token_ids":\s*\[', body) else ["prompt_token_ids"]
-    suspects += ["metrics"] if re.search(rb'"metrics":\s*\{', body) else []
+    suspects = [name for name in TRANSFER_FIELDS if name.encode() in body] if b"_transfer_params" in body else []
+    if b'"prompt_token_ids"' in body and not asked.get("return_token_ids") and _SET_TOKEN_IDS.search(body):
+        suspects.append("prompt_token_ids")
+    if b'"metrics"' in body and _SET_METRICS.search(body):
+        suspects.append("metrics")
     if not suspects:
         return body
     try:

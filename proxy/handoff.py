@@ -224,9 +224,7 @@ class _Attempt:
         return self._sent is not None and not self._sent.status
 
     def _asked(self, body: bytes, *, replayable: bool = False) -> EngineRequest:
-        return EngineRequest(
-            self._request.kind.route, body, self._headers, replayable=replayable, on_sent=self._note_sent
-        )
+        return EngineRequest(self._request.kind.route, body, self._headers, "POST", replayable, self._note_sent)
 
     def _note_sent(self, exchange: Exchange) -> None:
         self._sent = exchange

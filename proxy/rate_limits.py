@@ -39,53 +39,59 @@ class RateLimits:
         if requests_limit is None and tokens_limit is None:
             return None
         now = self._clock()
-        if requests_limit is not None:
-            wait = self._wait(key, _REQUESTS, 1, requests_limit, now)
+        minute = int(now // _MINUTE)
+        current, before = self._read(key, minute)
+        passed = now - minute * _MINUTE
+        if requests_limit is not None and current[0] + before[0] >= requests_limit:
+            wait = _wait(1, requests_limit, current[0], before[0], passed)
             if wait != 0:
                 return Refusal("requests_per_minute", wait)
-        if tokens_limit is not None:
-            wait = self._wait(key, _TOKENS, tokens, tokens_limit, now)
+        if tokens_limit is not None and current[1] + before[1] + tokens > tokens_limit:
+            wait = _wait(tokens, tokens_limit, current[1], before[1], passed)
             if wait != 0:
                 return Refusal("tokens_per_minute", wait)
-        self._add(key, now, 1, tokens)
+        self._add(key, minute, 1, tokens)
         return None
 
     def correct(self, key: ApiKey, tokens: int) -> None:
         """Add tokens that a request took beyond its estimate, or give back what it didn't."""
         if key.tokens_per_minute is not None and tokens:
-            self._add(key, self._clock(), 0, tokens)
+            self._add(key, int(self._clock() // _MINUTE), 0, tokens)
 
-    def _wait(self, key: ApiKey, what: int, need: int, limit: int, now: float) -> float | None:
-        """Return the seconds until `need` more fit under a limit, None if they never do."""
-        if need > limit:
-            return None
-        minute = int(now // _MINUTE)
-        passed = now - minute * _MINUTE
-        current, before = self._used(key, minute, what), self._used(key, minute - 1, what)
-        room = limit - need - current
-        if room >= 0:
-            if before <= room:
-                return 0.0
-            return max(0.0, _MINUTE * (1 - room / before) - passed)
-        return _MINUTE - passed + _MINUTE * (1 - (limit - need) / current)
+    def _read(self, key: ApiKey, minute: int) -> tuple[list[int], list[int]]:
+        """Return requests and tokens of this minute and of the one before, over all workers."""
+        current, before = [0, 0], [0, 0]
+        column = self._first + key.index * COLUMNS_PER_KEY
+        for cells in self._counts.part(column, COLUMNS_PER_KEY):
+            for start in (0, COLUMNS_PER_KEY // 2):
+                if cells[start] == minute:
+                    current[0] += cells[start + _REQUESTS]
+                    current[1] += cells[start + _TOKENS]
+                elif cells[start] == minute - 1:
+                    before[0] += cells[start + _REQUESTS]
+                    before[1] += cells[start + _TOKENS]
+        return current, before
 
-    def _used(self, key: ApiKey, minute: int, what: int) -> int:
-        column = self._column(key, minute)
+    def _add(self, key: ApiKey, minute: int, requests: int, tokens: int) -> None:
+        column = self._first + key.index * COLUMNS_PER_KEY + minute % 2 * (COLUMNS_PER_KEY // 2)
         counts = self._counts
-        if counts.rows == 1:
-            return counts.own(column + what) if counts.own(column) == minute else 0
-        rows = [row for row in range(counts.rows) if counts.of(row, column) == minute]
-        return sum(counts.of(row, column + what) for row in rows)
+        if counts.own(column) != minute:
+            counts.put(column + _REQUESTS, 0)
+            counts.put(column + _TOKENS, 0)
+            counts.put(column, minute)
+        if requests:
+            counts.add(column + _REQUESTS, requests)
+        counts.add(column + _TOKENS, tokens)
 
-    def _add(self, key: ApiKey, now: float, requests: int, tokens: int) -> None:
-        minute = int(now // _MINUTE)
-        column = self._column(key, minute)
-        if self._counts.own(column) != minute:
-            self._counts.put(column + _REQUESTS, 0)
-            self._counts.put(column + _TOKENS, 0)
-            self._counts.put(column, minute)
-        self._counts.add(column + _REQUESTS, requests)
-        self._counts.add(column + _TOKENS, tokens)
 
-    def _column(self, key: ApiKey, minute: int) -> int:
-        return self._first + key.index * COLUMNS_PER_KEY + minute % 2 * (COLUMNS_PER_KEY // 2)
+def _wait(need: int, limit: int, current: int, before: int, passed: float) -> float | None:
+    """Return the seconds until `need` more fit under a limit, None if they never do.
+
+    `passed` are the seconds of this minute; what was used in the one before counts by the share still within sixty.
+    """
+    if need > limit:
+        return None
+    room = limit - need - current
+    if room >= 0:
+        return 0.0 if before <= room else max(0.0, _MINUTE * (1 - room / before) - passed)
+    return _MINUTE - passed + _MINUTE * (1 - (limit - need) / current)

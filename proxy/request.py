@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,24 +101,25 @@ class InferenceRequest(NamedTuple):
 
 
 def dump(body: Mapping[str, Any]) -> bytes:
-    """Write JSON; what orjson refuses or loses (lone surrogates, NaN, huge numbers) is written by the slow way."""
-    if not _holds_odd_number(body):
-        try:
-            return orjson.dumps(body)
-        except TypeError:
-            pass
-    return json.dumps(body, separators=(",", ":")).encode()
+    """Write JSON; what orjson refuses (lone surrogates, integers over 64 bits) is written by the slow way."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        return json.dumps(body, separators=(",", ":")).encode()
 
 
-def exact_fields(fields: Mapping[str, Any], raw: bytes) -> Mapping[str, Any]:
-    """Return a body's fields with every number as it was written; orjson rounds integers over 64 bits to floats.
+def rewritten(request: InferenceRequest, drop: Collection[str], put: Mapping[str, Any]) -> bytes:
+    """Return a request's body without some fields and with others, every number in it as it was written.
 
-    A number in a tool's schema is part of the prompt: both legs must see the same one.
+    orjson rounds integers over 64 bits and knows no NaN, so a body that may hold such a number takes the slow way: a
+    number in a tool's schema is part of the prompt, and both legs must see the same one.
     """
-    if not _holds_odd_number(fields):
-        return fields
-    exact: dict[str, Any] = json.loads(raw.decode("utf-8", "surrogatepass"))
-    return exact
+    if not _holds_odd_number(request.fields):
+        kept = {name: value for name, value in request.fields.items() if name not in drop}
+        return dump({**kept, **put})
+    exact: dict[str, Any] = json.loads(request.raw.decode("utf-8", "surrogatepass"))
+    kept = {name: value for name, value in exact.items() if name not in drop}
+    return json.dumps({**kept, **put}, separators=(",", ":")).encode()
 
 
 def _holds_odd_number(fields: Mapping[str, Any]) -> bool:

@@ -43,6 +43,11 @@ class SharedCounts:
             return self._cells[column]
         return sum(self._cells[column :: self.columns])
 
+    def part(self, column: int, width: int) -> list[list[int]]:
+        """Return so many cells from a column on, of every worker."""
+        rows = range(0, self.rows * self.columns, self.columns)
+        return [self._cells[start + column : start + column + width].tolist() for start in rows]
+
     def of(self, row: int, column: int) -> int:
         """Return a cell of any worker."""
         return self._cells[row * self.columns + column]

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from proxy.firewall import TRANSFER_FIELDS, has_transfer_fields, without_transfer_fields
-from proxy.request import InferenceRequest, dump, exact_fields
+from proxy.request import InferenceRequest, dump, rewritten
 
 _ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -37,22 +37,19 @@ class NixlConnector:
 
     def prefill_body(self, request: InferenceRequest) -> bytes:
         """Return the client's body with one token asked for, without streaming, and with the KV kept."""
-        fields = exact_fields(request.fields, request.raw)
-        body = {name: value for name, value in fields.items() if name not in _DROPPED}
+        fields = request.fields
         first, *others = request.kind.token_limits
-        body[first] = 1
+        body: dict[str, Any] = {first: 1, "stream": False, "kv_transfer_params": _ASK_PREFILL}
         for name in others:
-            if name in body:
+            if name in fields:
                 body[name] = 1
-        body["stream"] = False
-        if "n" in body:
+        if "n" in fields:
             body["n"] = 1
-        if request.kind.has_store or "store" in body:
+        if request.kind.has_store or "store" in fields:
             body["store"] = False
         if request.kind.has_ignore_eos:
             body["ignore_eos"] = True
-        body["kv_transfer_params"] = _ASK_PREFILL
-        return dump(body)
+        return rewritten(request, _DROPPED, body)
 
     def handoff(self, reply: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return `kv_transfer_params` of the reply if decode can use them."""
@@ -61,8 +58,10 @@ class NixlConnector:
             return None
         if not isinstance(params.get("remote_block_ids"), list) or not params["remote_block_ids"]:
             return None
-        usable = all(isinstance(params.get(name), kind) for name, kind in _NEEDED.items())
-        return params if usable else None
+        for name, kind in _NEEDED.items():
+            if not isinstance(params.get(name), kind):
+                return None
+        return params
 
     def decode_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
         """Return the client's bytes with the handoff added before the last brace, so that nothing else can change."""

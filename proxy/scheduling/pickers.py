@@ -22,4 +22,5 @@ class BestPicker:
         best = max(scores)
         if scores.count(best) == 1:
             return endpoints[scores.index(best)]
-        return self.rng.choice([item for item, score in zip(endpoints, scores, strict=True) if score == best])
+        equal = [item for item, score in zip(endpoints, scores, strict=True) if score == best]
+        return equal[int(self.rng.random() * len(equal))]
