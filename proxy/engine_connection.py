@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Callable
 
@@ -39,6 +40,9 @@ class EngineConnection(asyncio.Protocol):
         self._spoilt = False
         self._reused = False
         self._answered = False
+        self._expires: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self.freed_at = 0.0
 
     @property
@@ -58,6 +62,27 @@ class EngineConnection(asyncio.Protocol):
         else:
             self._transport.writelines((head, body))
         return exchange
+
+    def wait_until(self, moment: float | None) -> None:
+        """Have the exchange expire at a moment, or no more. One timer stays armed for many waits: most never expire."""
+        self._expires = moment
+        if moment is not None and (self._timer is None or self._timer_at > moment):
+            if self._timer is not None:
+                self._timer.cancel()
+            self._arm(moment)
+
+    def _arm(self, moment: float) -> None:
+        self._timer_at = moment
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, moment - time.monotonic()), self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._exchange is None or self._expires is None:
+            return
+        if time.monotonic() >= self._expires:
+            self._exchange.expire()
+        else:
+            self._arm(self._expires)
 
     def drop(self) -> None:
         """Cut the connection."""
@@ -111,6 +136,8 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail what was under way, unless the end of the connection is what ends the answer."""
+        if self._timer is not None:
+            self._timer.cancel()
         exchange, self._exchange = self._exchange, None
         if exchange is not None and not exchange.complete:
             if self._until_close and exc is None and exchange.error is None:
@@ -176,6 +203,7 @@ class EngineConnection(asyncio.Protocol):
     def _finish(self, exchange: Exchange) -> None:
         """Give the connection back, then tell the exchange."""
         self._exchange = None
+        self._expires = None
         if exchange.paused:
             exchange.paused = False
             self.resume_reading()

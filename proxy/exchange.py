@@ -56,6 +56,10 @@ class Connection(Protocol):
         """Cut it."""
         ...
 
+    def wait_until(self, moment: float | None) -> None:
+        """Have the exchange expire at a moment (monotonic seconds), or no more."""
+        ...
+
 
 class Exchange:
     """A request and its answer. `who` names leg and endpoint in errors; `status` is 0 until the headers are there.
@@ -223,18 +227,23 @@ class Exchange:
         """Wait for something new; `left` is what is left of the limit."""
         if self.error is not None:
             raise self.error
-        loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
-        timer = None if left is None else loop.call_later(left, _expire, waiter)
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        if left is not None:
+            self._connection.wait_until(time.monotonic() + left)
         try:
             await waiter
         except TimeoutError:
             self.fail(self._late(limit))
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
+            if left is not None and not self.complete:
+                self._connection.wait_until(None)
         self._raise_unless_pieces()
+
+    def expire(self) -> None:
+        """End the wait that is under way: its limit is reached."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(TimeoutError())
 
     def _raise_unless_pieces(self) -> None:
         if self.error is not None and not self._pieces:
@@ -264,8 +273,3 @@ class Exchange:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _expire(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())

@@ -27,7 +27,7 @@ PROXY_LAYERS = [
     {"config", "rate_limits"},
     {"request", "trace", "exchange"},
     {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client"},
-    {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek", "client_protocol"},
+    {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek", "linked_client", "client_protocol"},
     {"load", "release", "gate"},
     {"handoff"},
     {"inference"},
