@@ -36,7 +36,8 @@ class EngineRequest(NamedTuple):
 
     One that is `replayable` is sent once more where a reused connection turns out to have been closed: an engine may
     have got it twice then, which a handoff must never be. `on_sent` hears of the exchange as soon as the engine may
-    know of the request. `headers` are lines that end with CRLF, as `firewall.headers_for_engine` writes them.
+    know of the request; `on_left` gets it, to close it, where nobody waits for the answer any more. `headers` are lines
+    that end with CRLF, as `firewall.headers_for_engine` writes them.
     """
 
     path: str
@@ -45,6 +46,7 @@ class EngineRequest(NamedTuple):
     method: str = "POST"
     replayable: bool = False
     on_sent: Callable[[Exchange], None] | None = None
+    on_left: Callable[[Exchange], None] | None = None
 
 
 class _Pool:
@@ -128,7 +130,7 @@ class EngineClient:
                     raise
                 exchange = await self._begin(endpoint, request, leg, fresh=True)
             except BaseException:
-                exchange.close()
+                _leave(exchange, request)
                 raise
             else:
                 return exchange
@@ -141,9 +143,14 @@ class EngineClient:
         if body is not None:
             return EngineReply(exchange.status, exchange.headers, body)
         try:
-            return EngineReply(exchange.status, exchange.headers, await exchange.whole(limit, since))
-        finally:
+            body = await exchange.whole(limit, since)
+        except asyncio.CancelledError:
+            _leave(exchange, request)
+            raise
+        except EngineFailedError:
             exchange.close()
+            raise
+        return EngineReply(exchange.status, exchange.headers, body)
 
     async def _begin(self, endpoint: Endpoint, request: EngineRequest, leg: str, *, fresh: bool = False) -> Exchange:
         """Send a request on an idle connection, or on a new one."""
@@ -178,6 +185,13 @@ class EngineClient:
                 return await pool.connect()
         except (OSError, TimeoutError) as error:  # ssl's errors are OSErrors too
             raise EngineFailedError(f"{who} refuses connections", refused=True) from error
+
+
+def _leave(exchange: Exchange, request: EngineRequest) -> None:
+    if request.on_left is None:
+        exchange.close()
+    else:
+        request.on_left(exchange)
 
 
 def _head(request: EngineRequest, pool: _Pool) -> bytes:

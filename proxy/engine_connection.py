@@ -138,6 +138,7 @@ class EngineConnection(asyncio.Protocol):
         """Fail what was under way, unless the end of the connection is what ends the answer."""
         if self._timer is not None:
             self._timer.cancel()
+        del self._parser  # it refers to us
         exchange, self._exchange = self._exchange, None
         if exchange is not None and not exchange.complete:
             if self._until_close and exc is None and exchange.error is None:

@@ -166,6 +166,7 @@ class Exchange:
     def close(self) -> None:
         """End the exchange; unless it is complete the connection is cut, which makes the engine stop its work."""
         self._sink = None
+        self.error = None  # its traceback refers to whoever holds this
         self._cancel_timer()
         if not self.complete:
             self._connection.drop()

@@ -6,7 +6,6 @@ new request id and a new prefill; an engine's 4xx goes to the client as it is, a
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -179,16 +178,9 @@ class _Attempt:
         self._trace.prefill_began = self._of.clock()
         try:
             with prefill.reserved():
-                reply = await self._of.client.call(
-                    prefill,
-                    self._asked(body, replayable=True),
-                    leg="prefill",
-                    limit=self._limit(self._timeouts.prefill),
-                )
-        except asyncio.CancelledError:  # the client left; what prefill may have answered at that moment is released
-            arrived = None if self._sent is None else self._sent.arrived()
-            self._release(None if arrived is None else self._of.connector.handoff(_json_object(arrived)))
-            raise
+                asked = self._asked(body)._replace(replayable=True, on_left=self._left_prefill)
+                limit = self._limit(self._timeouts.prefill)
+                reply = await self._of.client.call(prefill, asked, leg="prefill", limit=limit)
         except EngineFailedError as error:
             self._prefill_failed(prefill, error)
             return None
@@ -223,11 +215,15 @@ class _Attempt:
     def _went_silent(self) -> bool:
         return self._sent is not None and not self._sent.status
 
-    def _asked(self, body: bytes, *, replayable: bool = False) -> EngineRequest:
-        return EngineRequest(self._request.kind.route, body, self._headers, "POST", replayable, self._note_sent)
+    def _asked(self, body: bytes) -> EngineRequest:
+        return EngineRequest(self._request.kind.route, body, self._headers, on_sent=self._note_sent)
 
     def _note_sent(self, exchange: Exchange) -> None:
         self._sent = exchange
+
+    def _left_prefill(self, exchange: Exchange) -> None:
+        """Hear that the client left during prefill: an answer that is on its way still holds KV."""
+        self._of.releases.expect(exchange, lambda body: self._release(self._of.connector.handoff(_json_object(body))))
 
     def _release(self, handoff: Mapping[str, Any] | None) -> None:
         """Have KV freed that nobody will fetch."""

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from proxy.endpoints import Endpoint, Pools
 from proxy.engine_client import EngineClient, EngineRequest
 from proxy.errors import EngineFailedError
-from proxy.exchange import Limit
+from proxy.exchange import Exchange, Limit
 from proxy.metrics import Metrics
 
 _LOG = logging.getLogger("proxy.release")
 _ROUTE = "/v1/completions"
 _LIMIT_S = 5.0
+_ANSWER_S = 0.25
 _REFUSALS = range(400, 500)
 
 
@@ -32,7 +36,17 @@ class Releases:
 
     def begin(self, decode: Endpoint, body: bytes, headers: bytes) -> None:
         """Release one handoff by way of a decode endpoint, or of another one that is ready."""
-        task = asyncio.create_task(self._release(decode, body, headers))
+        self._run(self._release(decode, body, headers))
+
+    def expect(self, exchange: Exchange, then: Callable[[bytes], None]) -> None:
+        """Give a prefill that nobody waits for any more a moment to answer, since its answer may be on the way.
+
+        An engine frees the KV of a prefill that is cut off, but not of one that it has just answered.
+        """
+        self._run(self._expect(exchange, then))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -40,6 +54,16 @@ class Releases:
         """Wait for what is under way."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
+
+    async def _expect(self, exchange: Exchange, then: Callable[[bytes], None]) -> None:
+        try:
+            body = await exchange.whole(Limit(_ANSWER_S), time.monotonic())
+        except EngineFailedError:
+            pass  # it was not done, and frees what it had
+        else:
+            then(body)
+        finally:
+            exchange.close()
 
     async def _release(self, decode: Endpoint, body: bytes, headers: bytes) -> None:
         request = EngineRequest(_ROUTE, body, headers)
