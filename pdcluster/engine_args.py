@@ -34,7 +34,7 @@ CPU_DEFAULTS: Mapping[str, str | int | bool] = {
 SCRUBBED: Mapping[str, str] = {
     "VLLM_PORT": "numbers internal ports from one base, so engines on one host collide; Kubernetes sets it to a URL",
     "VLLM_HOST_IP": "is one address for every engine",
-    "VLLM_API_KEY": "would make engines refuse the proxy; set PDCLUSTER_ENGINE_API_KEY, which both then know",
+    "VLLM_API_KEY": "would make engines refuse the proxy and the health checks",
     "VLLM_PLUGINS": "would keep our plugin from loading",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "is set for each instance",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "is set for each instance",
@@ -44,8 +44,6 @@ SCRUBBED: Mapping[str, str] = {
     "VLLM_LOGGING_CONFIG_PATH": "may send the log away from the run directory",
     "PDCLUSTER_NIXL_POLL_US": "is set for each instance",
 }
-# The key that engines ask for, set in the environment of launcher and proxy; never on a command line.
-ENGINE_KEY = "PDCLUSTER_ENGINE_API_KEY"
 SCRUBBED_PREFIXES = ("VLLM_DP_", "VLLM_SERVICE_", "VLLM_PORT_")
 
 
@@ -82,15 +80,12 @@ class Slot:
 
 
 def scrub(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without the variables that break engines; the engines' own key is passed on."""
-    kept = {
+    """Return `environment` without the variables that break engines."""
+    return {
         name: value
         for name, value in environment.items()
         if name not in SCRUBBED and not name.startswith(SCRUBBED_PREFIXES)
     }
-    if environment.get(ENGINE_KEY):
-        kept["VLLM_API_KEY"] = environment[ENGINE_KEY]
-    return kept
 
 
 def build_arguments(loaded: LoadedSpec, slot: Slot, checkpoint: Checkpoint) -> tuple[Argument, ...]:

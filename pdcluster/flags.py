@@ -61,7 +61,7 @@ OWNED_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "it follows from host",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "it follows from ports.base",
     "VLLM_PORT": "vLLM would number its internal ports from it and two engines would collide",
-    "VLLM_API_KEY": "the engine would refuse the proxy; set PDCLUSTER_ENGINE_API_KEY in the launcher's environment",
+    "VLLM_API_KEY": "the proxy and the health checks would be refused by the engine",
     "CUDA_VISIBLE_DEVICES": "set devices instead",
     "HIP_VISIBLE_DEVICES": "set devices instead",
     "ASCEND_RT_VISIBLE_DEVICES": "set devices instead",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pdcluster.compat import find_problems
@@ -18,7 +18,7 @@ from pdcluster.kv_transfer import lease_seconds
 from pdcluster.memory import refuse_too_little_memory
 from pdcluster.model_facts import Checkpoint
 from pdcluster.slots import PlacedInstance, PortRange, place_instances
-from pdcluster.spec import ProxySpec, Role
+from pdcluster.spec import Role
 from pdcluster.spec_loading import LoadedSpec
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -33,7 +33,6 @@ class Program:
     argv: tuple[str, ...]
     environment: tuple[Variable, ...]
     url: str
-    probe_url: str = field(default="", kw_only=True)  # where the launcher asks for its health, if not at `url`
 
     def shown_environment(self) -> dict[str, str]:
         """Return the environment with values of secret-looking names hidden."""
@@ -157,34 +156,14 @@ def plan_proxy(
         argv += ["--exclude-pair", f"{prefill}:{decode}"]
     argv += ["--connector", loaded.spec.connector, "--fallback", proxy.fallback]
     argv += ["--max-body-mb", str(proxy.max_body_mb), "--lease-seconds", str(lease)]
-    argv += [token for flag, value in _given(proxy) for token in (flag, str(value))]
     argv += ["--shutdown-grace", f"{loaded.spec.launch.stop_grace:g}", *proxy.extra_args]
-    url = http_url(proxy.host, proxy.port, tls=proxy.tls_certificate is not None)
-    probe = http_url("127.0.0.1", proxy.admin_port) if proxy.tls_client_ca else url
-    return Program("proxy", tuple(argv), (), url, probe_url=probe)
+    return Program("proxy", tuple(argv), (), http_url(proxy.host, proxy.port))
 
 
-def _given(proxy: ProxySpec) -> list[tuple[str, object]]:
-    """Return the flags of the proxy that have no default of their own; keys themselves never stand there."""
-    flags: list[tuple[str, object]] = [
-        ("--workers", proxy.workers if proxy.workers > 1 else None),
-        ("--admin-port", proxy.admin_port or None),
-        ("--api-key-file", proxy.api_key_file),
-        ("--requests-per-minute", proxy.requests_per_minute),
-        ("--tokens-per-minute", proxy.tokens_per_minute),
-        ("--tls-certificate", proxy.tls_certificate),
-        ("--tls-key", proxy.tls_key),
-        ("--tls-client-ca", proxy.tls_client_ca),
-        *(("--cors-origin", origin) for origin in proxy.cors_origins),
-    ]
-    return [(flag, value) for flag, value in flags if value is not None]
-
-
-def http_url(host: str, port: int, *, tls: bool = False) -> str:
+def http_url(host: str, port: int) -> str:
     """Return the URL of a server; an IPv6 address is bracketed, a wildcard address is reached on loopback."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _instance(loaded: LoadedSpec, place: PlacedInstance, checkpoint: Checkpoint, python: str) -> Instance:

@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdcluster.argv_check import check_arguments, vllm_version
 from pdcluster.errors import PlanError, Problem, SpecError, UserError
@@ -60,11 +59,7 @@ def check_ready_to_start(prepared: Prepared, environment: Mapping[str, str], say
     """Raise `UserError` with every reason why the plan cannot start on this host now."""
     refuse_missing_packages()
     # Ports first: that takes no time, vLLM's parser takes seconds.
-    problems = (
-        missing_files(prepared)
-        or busy_ports(prepared)
-        or check_arguments(prepared.plan, default_cache(), environment, say)
-    )
+    problems = busy_ports(prepared) or check_arguments(prepared.plan, default_cache(), environment, say)
     if problems:
         raise SpecError(problems)
 
@@ -80,16 +75,6 @@ def refuse_missing_packages() -> None:
         raise UserError(f"NIXL is not installed for {sys.executable}: pip install nixl")
 
 
-def missing_files(prepared: Prepared) -> list[Problem]:
-    """Return a problem for each file of the endpoint's that isn't there."""
-    proxy = prepared.loaded.spec.proxy
-    return [
-        Problem(f"proxy.{key}", f"{path}: no such file", "give the path of a file that the launcher can read")
-        for key in ("api_key_file", "tls_certificate", "tls_key", "tls_client_ca")
-        if (path := getattr(proxy, key)) is not None and not Path(path).is_file()
-    ]
-
-
 def busy_ports(prepared: Prepared) -> list[Problem]:
     """Try both addresses and every port of the plan; returns a problem for each that can't be listened on."""
     spec = prepared.loaded.spec
@@ -103,9 +88,6 @@ def busy_ports(prepared: Prepared) -> list[Problem]:
     error = _bind_error(spec.proxy.host, spec.proxy.port)
     if error:
         problems.append(Problem("proxy.port", f"{spec.proxy.host}:{spec.proxy.port}: {error}", "choose another --port"))
-    error = _bind_error("127.0.0.1", spec.proxy.admin_port)
-    if error:
-        problems.append(Problem("proxy.admin_port", f"{spec.proxy.admin_port}: {error}", "choose another port, or 0"))
     for instance in prepared.plan.instances:
         for ports in instance.ports:
             for port in ports.ports:

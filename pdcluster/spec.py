@@ -149,28 +149,7 @@ class ProxySpec(Section):
         "decode", description="when no prefill is usable: decode serves alone, or 503"
     )
     max_body_mb: PositiveInt = 64
-    workers: Annotated[int, Field(ge=1, le=256)] = Field(1, description="processes that share the port")
-    api_key_file: str | None = Field(
-        None, description="clients' keys in YAML, one `name: key` a line; or set PDCLUSTER_API_KEYS"
-    )
-    requests_per_minute: PositiveInt | None = Field(None, description="for each key without a limit of its own")
-    tokens_per_minute: PositiveInt | None = Field(None, description="for each key without a limit of its own")
-    tls_certificate: str | None = Field(None, description="serve HTTPS with this certificate (PEM)")
-    tls_key: str | None = Field(None, description="the certificate's private key (PEM)")
-    tls_client_ca: str | None = Field(None, description="let in only clients with a certificate of this CA")
-    cors_origins: tuple[str, ...] = Field((), description="let browsers of these origins in")
-    admin_port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        0, description="port on loopback for metrics and state without a key; 0 is none"
-    )
     extra_args: tuple[str, ...] = Field((), description="further flags of `pdcluster proxy`")
-
-    @model_validator(mode="after")
-    def _files_belong_together(self) -> ProxySpec:
-        if (self.tls_key or self.tls_client_ca) and not self.tls_certificate:
-            raise ValueError("tls_key and tls_client_ca need tls_certificate; set it, or drop them")
-        if self.tls_client_ca and not self.admin_port:
-            raise ValueError("with tls_client_ca the launcher cannot ask the endpoint itself; set admin_port too")
-        return self
 
 
 class PortsSpec(Section):

@@ -263,10 +263,7 @@ class Supervisor:
     def _answers(self, tracked: Tracked) -> bool:
         path = "/ready" if tracked is self._proxy and self._record.phase != "ready" else "/health"
         try:
-            return (
-                self._client.get((tracked.program.probe_url or tracked.program.url) + path).status_code
-                == httpx.codes.OK
-            )
+            return self._client.get(tracked.program.url + path).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 

@@ -54,7 +54,7 @@ def _run(prepared: Prepared, directory: RunDirectory, *, as_json: bool) -> None:
     import httpx
 
     from pdcluster.backends import BACKENDS
-    from pdcluster.engine_args import ENGINE_KEY, SCRUBBED, SCRUBBED_PREFIXES
+    from pdcluster.engine_args import SCRUBBED, SCRUBBED_PREFIXES
     from pdcluster.pair_check import PairChecker
     from pdcluster.reporting import choose_reporter
     from pdcluster.supervisor import Supervisor
@@ -70,13 +70,7 @@ def _run(prepared: Prepared, directory: RunDirectory, *, as_json: bool) -> None:
     on_cpu = prepared.inventory.kind == "cpu"
     tolerance = spec.launch.parity_tolerance or (1e-4 if on_cpu and not spec.pools.decode.dtype else 0.05)
     # Engines answer on addresses of this host or its network: a proxy set in the environment is not for them.
-    # What is asked is what this launcher started on this host; a certificate may be made out to another name.
-    key = os.environ.get(ENGINE_KEY)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    with (
-        httpx.Client(timeout=2.0, trust_env=False, verify=False, headers=headers) as client,  # noqa: S501
-        choose_reporter(as_json=as_json) as reporter,
-    ):
+    with httpx.Client(timeout=2.0, trust_env=False) as client, choose_reporter(as_json=as_json) as reporter:
         checker = PairChecker(client, plan.served_model_name, tolerance, lambda: uuid.uuid4().hex)
         Supervisor(
             loaded=prepared.loaded,
