@@ -1,11 +1,16 @@
 """Ask a running cluster one question: print the answer, the time to its first token, and how much KV moved for it.
 
-usage: python deploy/ask.py URL QUESTION
+usage: python deploy/ask.py URL QUESTION [CERTIFICATE]
+
+CERTIFICATE (PEM) is what an https URL is verified against: the endpoint's own certificate or the CA that signed it. An
+API key, where the endpoint asks for one, is read from PDCLUSTER_API_KEY.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import ssl
 import sys
 import time
 
@@ -15,9 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 _WAIT_S = 10.0
 
 
-def main(url: str, question: str) -> int:
+def main(url: str, question: str, certificate: str | None = None) -> int:
     """Ask and print; returns 1 where no KV moved, since that is what the cluster is for."""
-    with httpx.Client(base_url=url, timeout=120.0, trust_env=False) as client:
+    key = os.environ.get("PDCLUSTER_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    verify = trusted(certificate) if certificate else True
+    with httpx.Client(base_url=url, timeout=120.0, trust_env=False, headers=headers, verify=verify) as client:
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         before = kv_bytes(client)
         answer, first = ask(client, model, question)
@@ -25,6 +33,13 @@ def main(url: str, question: str) -> int:
     print(f"question: {question}\nanswer:   {answer.strip()}\nTTFT:     {first * 1000:.0f} ms")
     print(f"KV moved: {moved:,.0f} bytes from prefill to decode over NIXL")
     return 0 if moved > 0 else 1
+
+
+def trusted(certificate: str) -> ssl.SSLContext:
+    """Return what verifies a server against one certificate, which need not be a CA's."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 def ask(client: httpx.Client, model: str, question: str) -> tuple[str, float]:
@@ -75,6 +90,6 @@ def wait_for_growth(client: httpx.Client, before: float) -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:  # noqa: PLR2004 - this file, URL, question
+    if len(sys.argv) not in (3, 4):
         sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

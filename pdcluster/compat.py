@@ -1,4 +1,4 @@
-"""Rules that the two pools must meet, each with its reason and the vLLM version it was read in.
+"""Rules that the two pools and the endpoint must meet, each with its reason and the vLLM version it was read in.
 
 The facts are from vLLM 0.32's NIXL connector: its compatibility hash (versions, model, dtype, heads, layers,
 attention backend, KV dtype, hybrid cache setting, draft model) and its checks at the handshake. vLLM finds a
@@ -216,6 +216,26 @@ def _owned_settings(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem
                 yield Problem(f"pools.{role}.env.{name}", "is set by the plan", f"remove it; {OWNED_ENVIRONMENT[name]}")
 
 
+def _tls_files(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem]:
+    proxy = spec.proxy
+    if proxy.tls_key is not None and proxy.tls_certificate is None:
+        yield Problem("proxy.tls_key", "set without a certificate", "set proxy.tls_certificate")
+    if proxy.tls_certificate is not None and proxy.tls_key is None:
+        yield Problem("proxy.tls_certificate", "set without its private key", "set proxy.tls_key")
+    if proxy.tls_client_ca is not None and proxy.tls_certificate is None:
+        yield Problem("proxy.tls_client_ca", "set without a certificate", "set proxy.tls_certificate and proxy.tls_key")
+
+
+def _client_ca_needs_admin_port(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem]:
+    if spec.proxy.tls_client_ca is not None and not spec.proxy.admin_port:
+        yield Problem("proxy.tls_client_ca", "set without proxy.admin_port", "set proxy.admin_port to a free port")
+
+
+def _any_origin_stands_alone(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem]:
+    if "*" in spec.proxy.cors_origins and len(spec.proxy.cors_origins) > 1:
+        yield Problem("proxy.cors_origins", "* beside other origins", "give * alone, or remove it")
+
+
 def _allowed(sizes: set[int]) -> str:
     return "allowed: " + ", ".join(str(size) for size in sorted(sizes))
 
@@ -257,5 +277,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("same-flags", "it is in the handshake's compatibility hash", _NIXL, _same_extra_flags),
     Rule("length", "a prompt must fit the model and both pools", _VLLM, _lengths),
+    Rule("tls-files", "HTTPS needs a certificate and its private key", "TLS", _tls_files),
+    Rule(
+        "client-ca",
+        "the launcher has no client certificate, so it can see the proxy's readiness on the admin port only",
+        "pdcluster",
+        _client_ca_needs_admin_port,
+    ),
+    Rule("cors", "it already allows every origin", "Fetch standard", _any_origin_stands_alone),
     Rule("owned", "the plan decides it, and two values would fight", "pdcluster", _owned_settings),
 )

@@ -34,7 +34,8 @@ CPU_DEFAULTS: Mapping[str, str | int | bool] = {
 SCRUBBED: Mapping[str, str] = {
     "VLLM_PORT": "numbers internal ports from one base, so engines on one host collide; Kubernetes sets it to a URL",
     "VLLM_HOST_IP": "is one address for every engine",
-    "VLLM_API_KEY": "would make engines refuse the proxy and the health checks",
+    "VLLM_API_KEY": "would make engines refuse the proxy and the pair checks (set PDCLUSTER_ENGINE_API_KEY instead: "
+    "they know that one too)",
     "VLLM_PLUGINS": "would keep our plugin from loading",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "is set for each instance",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "is set for each instance",
@@ -44,6 +45,10 @@ SCRUBBED: Mapping[str, str] = {
     "VLLM_LOGGING_CONFIG_PATH": "may send the log away from the run directory",
     "PDCLUSTER_NIXL_POLL_US": "is set for each instance",
 }
+# The key that engines ask for, in the launcher's and the proxy's environment; an engine gets it under vLLM's name.
+ENGINE_KEY_VARIABLE = "PDCLUSTER_ENGINE_API_KEY"
+# Secrets that an engine has no use for.
+PROXY_SECRETS = (ENGINE_KEY_VARIABLE, "PDCLUSTER_API_KEYS")
 SCRUBBED_PREFIXES = ("VLLM_DP_", "VLLM_SERVICE_", "VLLM_PORT_")
 
 
@@ -57,11 +62,16 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable of an instance and where it came from."""
+    """One environment variable of an instance and where it came from.
+
+    With `taken_from` the value is that of this variable in the launcher's environment, filled in at the start: a secret
+    never stands in a plan.
+    """
 
     name: str
     value: str
     origin: str
+    taken_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +154,11 @@ def _host_defaults(kind: Kind, facts: ModelFacts | None) -> dict[str, str | int 
     return {**CPU_DEFAULTS, "max_model_len": min(CPU_CONTEXT, longest or CPU_CONTEXT)}
 
 
-def build_environment(loaded: LoadedSpec, slot: Slot, *, offline: bool) -> tuple[Variable, ...]:
+def build_environment(loaded: LoadedSpec, slot: Slot, *, offline: bool, keyed: bool = False) -> tuple[Variable, ...]:
     """Return what the plan sets on top of the inherited, scrubbed environment; a pool's `env` wins.
 
-    `offline` is true for a local checkpoint: the engine then never asks a model hub.
+    `offline` is true for a local checkpoint: the engine then never asks a model hub. `keyed` is true where engines ask
+    for a key.
     """
     pool = getattr(loaded.spec.pools, slot.role)
     planned = side_channel_environment(slot.host, slot.side_channel_port, slot.kind)
@@ -163,4 +174,6 @@ def build_environment(loaded: LoadedSpec, slot: Slot, *, offline: bool) -> tuple
     variables += [
         Variable(name, value, loaded.origin(f"pools.{slot.role}.env.{name}")) for name, value in pool.env.items()
     ]
+    if keyed:
+        variables.append(Variable("VLLM_API_KEY", "", ENGINE_KEY_VARIABLE, taken_from=ENGINE_KEY_VARIABLE))
     return tuple(sorted(variables, key=lambda variable: variable.name))

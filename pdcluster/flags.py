@@ -49,7 +49,7 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--port": "ports.base",
     "--kv-transfer-config": "connector",
     "--data-parallel-rpc-port": "ports.base",
-    "--api-key": "nothing (a key on a command line is visible to every user of the host)",
+    "--api-key": "PDCLUSTER_ENGINE_API_KEY in the environment (a command line is visible to every user of the host)",
     "--enforce-eager": "enforce_eager",
     "--enable-expert-parallel": "enable_expert_parallel",
     "--speculative-config": "speculative",
@@ -61,7 +61,8 @@ OWNED_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "it follows from host",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "it follows from ports.base",
     "VLLM_PORT": "vLLM would number its internal ports from it and two engines would collide",
-    "VLLM_API_KEY": "the proxy and the health checks would be refused by the engine",
+    "VLLM_API_KEY": "set PDCLUSTER_ENGINE_API_KEY in the launcher's environment, so that the proxy and the pair checks "
+    "know the key too",
     "CUDA_VISIBLE_DEVICES": "set devices instead",
     "HIP_VISIBLE_DEVICES": "set devices instead",
     "ASCEND_RT_VISIBLE_DEVICES": "set devices instead",

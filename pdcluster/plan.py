@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pdcluster.compat import find_problems
-from pdcluster.engine_args import MODULE, Argument, Variable, build_arguments, build_environment
+from pdcluster.engine_args import (
+    MODULE,
+    PROXY_SECRETS,
+    Argument,
+    Variable,
+    build_arguments,
+    build_environment,
+    scrub,
+)
 from pdcluster.errors import SpecError
 from pdcluster.inventory import Inventory, Kind
 from pdcluster.kv_transfer import lease_seconds
 from pdcluster.memory import refuse_too_little_memory
 from pdcluster.model_facts import Checkpoint
 from pdcluster.slots import PlacedInstance, PortRange, place_instances
-from pdcluster.spec import Role
+from pdcluster.spec import ProxySpec, Role
 from pdcluster.spec_loading import LoadedSpec
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -34,6 +43,14 @@ class Program:
     environment: tuple[Variable, ...]
     url: str
 
+    def full_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return what the program is started with; `inherited` is the launcher's own environment."""
+        own = {
+            variable.name: variable.value if variable.taken_from is None else inherited[variable.taken_from]
+            for variable in self.environment
+        }
+        return scrub(inherited) | own
+
     def shown_environment(self) -> dict[str, str]:
         """Return the environment with values of secret-looking names hidden."""
         return {
@@ -44,7 +61,7 @@ class Program:
     def shell(self) -> str:
         """Return one line for a POSIX shell; a hidden value is taken from the shell's own environment."""
         settings = [
-            f'{variable.name}="${{{variable.name}}}"'
+            f'{variable.name}="${{{variable.taken_from or variable.name}}}"'
             if _SECRET.search(variable.name)
             else f"{variable.name}={shlex.quote(variable.value)}"
             for variable in self.environment
@@ -64,6 +81,11 @@ class Instance(Program):
     binding: str
     ports: tuple[PortRange, ...]
     arguments: tuple[Argument, ...]
+
+    def full_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return what the engine is started with: without the proxy's secrets."""
+        environment = Program.full_environment(self, inherited)
+        return {name: value for name, value in environment.items() if name not in PROXY_SECRETS}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json` and cluster.json; secrets are hidden."""
@@ -118,10 +140,12 @@ def make_plan(
     inventory: Inventory,
     checkpoint: Checkpoint,
     python: str,
+    *,
+    keyed: bool = False,
 ) -> Plan:
     """Make the plan, or raise `SpecError` (rules broken) or `PlanError` (this host cannot carry it).
 
-    `python` is the interpreter that runs engines and proxy.
+    `python` is the interpreter that runs engines and proxy; `keyed` is true where engines ask for a key.
     """
     spec = loaded.spec
     problems = find_problems(spec, checkpoint.facts)
@@ -129,7 +153,7 @@ def make_plan(
         raise SpecError(problems)
     placed = place_instances(spec, inventory)
     refuse_too_little_memory(spec, inventory, checkpoint.facts)
-    instances = tuple(_instance(loaded, place, checkpoint, python) for place in placed)
+    instances = tuple(_instance(loaded, place, checkpoint, python, keyed=keyed) for place in placed)
     return Plan(
         name=spec.name,
         model=checkpoint.location,
@@ -156,24 +180,51 @@ def plan_proxy(
         argv += ["--exclude-pair", f"{prefill}:{decode}"]
     argv += ["--connector", loaded.spec.connector, "--fallback", proxy.fallback]
     argv += ["--max-body-mb", str(proxy.max_body_mb), "--lease-seconds", str(lease)]
+    argv += _endpoint_arguments(proxy)
     argv += ["--shutdown-grace", f"{loaded.spec.launch.stop_grace:g}", *proxy.extra_args]
-    return Program("proxy", tuple(argv), (), http_url(proxy.host, proxy.port))
+    return Program("proxy", tuple(argv), (), http_url(proxy.host, proxy.port, tls=proxy.tls))
 
 
-def http_url(host: str, port: int) -> str:
+def proxy_probe_url(proxy: ProxySpec) -> str:
+    """Return where the launcher asks for the proxy's health; it has no certificate to show where clients need one."""
+    if proxy.tls_client_ca is not None:
+        return http_url(proxy.host, proxy.admin_port)
+    return http_url(proxy.host, proxy.port, tls=proxy.tls)
+
+
+def _endpoint_arguments(proxy: ProxySpec) -> list[str]:
+    """Return the flags of what was set; keys themselves are in a file or the environment, never here."""
+    values = {
+        "--workers": proxy.workers if proxy.workers > 1 else None,
+        "--api-key-file": proxy.api_key_file,
+        "--requests-per-minute": proxy.requests_per_minute,
+        "--tokens-per-minute": proxy.tokens_per_minute,
+        "--tls-certificate": proxy.tls_certificate,
+        "--tls-key": proxy.tls_key,
+        "--tls-client-ca": proxy.tls_client_ca,
+        "--admin-port": proxy.admin_port or None,
+    }
+    argv = [token for flag, value in values.items() if value is not None for token in (flag, str(value))]
+    return argv + [token for origin in proxy.cors_origins for token in ("--cors-origin", origin)]
+
+
+def http_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return the URL of a server; an IPv6 address is bracketed, a wildcard address is reached on loopback."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _instance(loaded: LoadedSpec, place: PlacedInstance, checkpoint: Checkpoint, python: str) -> Instance:
+def _instance(
+    loaded: LoadedSpec, place: PlacedInstance, checkpoint: Checkpoint, python: str, *, keyed: bool
+) -> Instance:
     slot = place.slot
     arguments = build_arguments(loaded, slot, checkpoint)
     tokens = tuple(token for argument in arguments for token in argument.tokens)
     return Instance(
         name=place.name,
         argv=(python, "-m", MODULE, *tokens),
-        environment=build_environment(loaded, slot, offline=checkpoint.local),
+        environment=build_environment(loaded, slot, offline=checkpoint.local, keyed=keyed),
         url=http_url(slot.host, slot.http_port),
         role=slot.role,
         host=slot.host,

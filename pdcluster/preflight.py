@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdcluster.argv_check import check_arguments, vllm_version
+from pdcluster.endpoint_files import find_endpoint_problems
+from pdcluster.engine_args import ENGINE_KEY_VARIABLE
+from pdcluster.engine_key import refuse_unusable_key
 from pdcluster.errors import PlanError, Problem, SpecError, UserError
 from pdcluster.inventory import Inventory, take_inventory
 from pdcluster.memory import fit_to_memory
@@ -36,11 +39,13 @@ def prepare_plan(
     loaded: LoadedSpec, environment: Mapping[str, str], say: Say, *, build: bool, fit_memory: bool = False
 ) -> Prepared:
     """Make the plan for this host. With `build` an embedded model that isn't there yet is made (takes a minute)."""
+    refuse_unusable_key(environment)
     checkpoint = find_checkpoint(loaded.spec.model, say, build=build)
     inventory = take_inventory(environment)
     if fit_memory and checkpoint.facts is not None:
         loaded = _fit(loaded, inventory, checkpoint, say)
-    return Prepared(loaded, make_plan(loaded, inventory, checkpoint, sys.executable), inventory)
+    keyed = bool(environment.get(ENGINE_KEY_VARIABLE))
+    return Prepared(loaded, make_plan(loaded, inventory, checkpoint, sys.executable, keyed=keyed), inventory)
 
 
 def find_checkpoint(model: str, say: Say, *, build: bool) -> Checkpoint:
@@ -58,8 +63,9 @@ def find_checkpoint(model: str, say: Say, *, build: bool) -> Checkpoint:
 def check_ready_to_start(prepared: Prepared, environment: Mapping[str, str], say: Say) -> None:
     """Raise `UserError` with every reason why the plan cannot start on this host now."""
     refuse_missing_packages()
-    # Ports first: that takes no time, vLLM's parser takes seconds.
-    problems = busy_ports(prepared) or check_arguments(prepared.plan, default_cache(), environment, say)
+    # Files and ports first: that takes no time, vLLM's parser takes seconds.
+    problems = find_endpoint_problems(prepared.loaded.spec.proxy, environment) + busy_ports(prepared)
+    problems = problems or check_arguments(prepared.plan, default_cache(), environment, say)
     if problems:
         raise SpecError(problems)
 
@@ -85,9 +91,11 @@ def busy_ports(prepared: Prepared) -> list[Problem]:
     ]
     if problems:
         return problems
-    error = _bind_error(spec.proxy.host, spec.proxy.port)
-    if error:
-        problems.append(Problem("proxy.port", f"{spec.proxy.host}:{spec.proxy.port}: {error}", "choose another --port"))
+    for key, port in (("proxy.port", spec.proxy.port), ("proxy.admin_port", spec.proxy.admin_port)):
+        error = _bind_error(spec.proxy.host, port) if port else ""
+        if error:
+            advice = "choose another --port" if key == "proxy.port" else f"choose another --set {key}=..."
+            problems.append(Problem(key, f"{spec.proxy.host}:{port}: {error}", advice))
     for instance in prepared.plan.instances:
         for ports in instance.ports:
             for port in ports.ports:

@@ -84,11 +84,17 @@ def _refuse_port_clash(spec: ClusterSpec, placed: Sequence[PlacedInstance]) -> N
     problems = []
     if last > 65535:  # noqa: PLR2004 - the largest port number
         problems.append(Problem("ports.base", f"the engines' ports would reach {last}, past 65535", "use a lower base"))
+    own = {"proxy.port": spec.proxy.port} | (
+        {"proxy.admin_port": spec.proxy.admin_port} if spec.proxy.admin_port else {}
+    )
+    if len(set(own.values())) < len(own):
+        problems.append(Problem("proxy.admin_port", f"{spec.proxy.port} is proxy.port too", "choose another port"))
     for instance in placed:
         for ports in instance.ports:
-            if spec.proxy.port in ports.ports:
-                what = f"{spec.proxy.port} is the {ports.purpose} port of {ports.owner} too"
-                problems.append(Problem("proxy.port", what, f"choose a port outside {spec.ports.base}-{last}"))
+            for key, port in own.items():
+                if port in ports.ports:
+                    what = f"{port} is the {ports.purpose} port of {ports.owner} too"
+                    problems.append(Problem(key, what, f"choose a port outside {spec.ports.base}-{last}"))
     if problems:
         raise SpecError(problems)
 

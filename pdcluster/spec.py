@@ -7,9 +7,11 @@ vLLM's own where vLLM has one. Reading files and flags into a spec is `spec_load
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -55,6 +57,9 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
 Length = Annotated[PositiveInt, BeforeValidator(parse_length), WithJsonSchema(_COUNT_SCHEMA)]
 Size = Annotated[int, Field(ge=1, le=1024)]
 Port = Annotated[int, Field(ge=1, le=65535)]
+# Programs run in the run directory, so a relative path is taken from where the launcher was started.
+LocalFile = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify_values), WithJsonSchema(_ENVIRONMENT_SCHEMA)]
 
 
@@ -149,7 +154,29 @@ class ProxySpec(Section):
         "decode", description="when no prefill is usable: decode serves alone, or 503"
     )
     max_body_mb: PositiveInt = 64
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(1, description="processes that serve the endpoint")
+    api_key_file: LocalFile | None = Field(
+        None, description="YAML of clients' API keys, `name: key`; PDCLUSTER_API_KEYS adds more. None: no key is asked"
+    )
+    requests_per_minute: PositiveInt | None = Field(None, description="for each API key that has no limit of its own")
+    tokens_per_minute: PositiveInt | None = Field(None, description="likewise, prompt and answer together")
+    tls_certificate: LocalFile | None = Field(None, description="PEM, with its chain: the endpoint is HTTPS then")
+    tls_key: LocalFile | None = Field(None, description="the certificate's private key, PEM without a passphrase")
+    tls_client_ca: LocalFile | None = Field(
+        None, description="CA in PEM: clients must show a certificate that it signed; needs admin_port"
+    )
+    admin_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="a second port for health, readiness and metrics over plain HTTP; 0 is none"
+    )
+    cors_origins: tuple[Origin, ...] = Field(
+        (), description="origins whose web pages may call the endpoint, such as https://app.example; * is any"
+    )
     extra_args: tuple[str, ...] = Field((), description="further flags of `pdcluster proxy`")
+
+    @property
+    def tls(self) -> bool:
+        """Tell whether the endpoint speaks HTTPS."""
+        return self.tls_certificate is not None
 
 
 class PortsSpec(Section):

@@ -21,7 +21,7 @@ from pdcluster.backends.base import Backend
 from pdcluster.diagnosis import describe_exit, explain_death
 from pdcluster.errors import LaunchError
 from pdcluster.pair_check import Engine, PairResult, pair_rounds
-from pdcluster.plan import Plan, plan_proxy
+from pdcluster.plan import Plan, plan_proxy, proxy_probe_url
 from pdcluster.spec_loading import LoadedSpec
 from pdcluster.state import ClusterRecord, RunDirectory
 from pdcluster.tracking import Tracked
@@ -261,9 +261,12 @@ class Supervisor:
             tracked.healthy_since = time.monotonic()
 
     def _answers(self, tracked: Tracked) -> bool:
-        path = "/ready" if tracked is self._proxy and self._record.phase != "ready" else "/health"
+        url = tracked.program.url + "/health"
+        if tracked is self._proxy:
+            path = "/health" if self._record.phase == "ready" else "/ready"
+            url = proxy_probe_url(self._loaded.spec.proxy) + path
         try:
-            return self._client.get(tracked.program.url + path).status_code == httpx.codes.OK
+            return self._client.get(url).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 

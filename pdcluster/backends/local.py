@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from pdcluster import processes
 from pdcluster.backends.base import Handle
-from pdcluster.engine_args import scrub
 from pdcluster.errors import LaunchError
 from pdcluster.log_follow import tail
 from pdcluster.plan import Program
@@ -15,21 +14,20 @@ from pdcluster.state import RunDirectory
 
 
 class LocalBackend:
-    """Starts programs with subprocess; `environment` is what they inherit, without what breaks engines."""
+    """Starts programs with subprocess; `environment` is the launcher's own, of which each program inherits its part."""
 
     def __init__(self, directory: RunDirectory, environment: Mapping[str, str]) -> None:
         self._directory = directory
-        self._environment = scrub(environment)
+        self._environment = dict(environment)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, program: Program) -> Handle:
         """Start a program in the run directory; its output is appended to its log."""
-        environment = self._environment | {variable.name: variable.value for variable in program.environment}
         try:
             with self._directory.log(program.name).open("ab") as log:
                 child = subprocess.Popen(
                     program.argv,
-                    env=environment,
+                    env=program.full_environment(self._environment),
                     cwd=self._directory.path,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

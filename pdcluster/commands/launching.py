@@ -14,7 +14,10 @@ import typer
 from pdcluster.commands import options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    import httpx
 
     from pdcluster.preflight import Prepared
     from pdcluster.state import ClusterRecord, RunDirectory
@@ -51,8 +54,6 @@ def launch(
 def _run(prepared: Prepared, directory: RunDirectory, *, as_json: bool) -> None:
     import uuid
 
-    import httpx
-
     from pdcluster.backends import BACKENDS
     from pdcluster.engine_args import SCRUBBED, SCRUBBED_PREFIXES
     from pdcluster.pair_check import PairChecker
@@ -69,8 +70,7 @@ def _run(prepared: Prepared, directory: RunDirectory, *, as_json: bool) -> None:
     spec, plan = prepared.loaded.spec, prepared.plan
     on_cpu = prepared.inventory.kind == "cpu"
     tolerance = spec.launch.parity_tolerance or (1e-4 if on_cpu and not spec.pools.decode.dtype else 0.05)
-    # Engines answer on addresses of this host or its network: a proxy set in the environment is not for them.
-    with httpx.Client(timeout=2.0, trust_env=False) as client, choose_reporter(as_json=as_json) as reporter:
+    with _client(prepared, os.environ) as client, choose_reporter(as_json=as_json) as reporter:
         checker = PairChecker(client, plan.served_model_name, tolerance, lambda: uuid.uuid4().hex)
         Supervisor(
             loaded=prepared.loaded,
@@ -82,6 +82,21 @@ def _run(prepared: Prepared, directory: RunDirectory, *, as_json: bool) -> None:
             client=client,
             reporter=reporter,
         ).run()
+
+
+def _client(prepared: Prepared, environment: Mapping[str, str]) -> httpx.Client:
+    """Return the launcher's HTTP client, which shows engines their key and the proxy nothing.
+
+    Engines speak HTTP. HTTPS is the health of our own endpoint alone, asked with no secret and read for its status,
+    under a certificate that names another host and may be renewed while the launcher runs: it isn't verified. Engines
+    answer on addresses of this host or its network: a proxy set in the environment is not for them.
+    """
+    import httpx
+
+    from pdcluster.engine_key import EngineAuth
+
+    auth = EngineAuth(environment, [instance.url for instance in prepared.plan.instances])
+    return httpx.Client(timeout=2.0, trust_env=False, auth=auth, verify=not prepared.loaded.spec.proxy.tls)
 
 
 def _first_record(prepared: Prepared) -> ClusterRecord:

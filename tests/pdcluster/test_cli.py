@@ -261,3 +261,19 @@ def test_an_address_that_is_not_this_hosts_is_one_line(pdcluster, checkpoint, fl
         pytest.skip("vLLM or NIXL is not installed here: check stops at that")
     refused(done, f"error: {key}: {flags[1].removeprefix('host=')}")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_plan_prints_no_key_of_engines_or_clients_in_any_form(pdcluster, checkpoint):
+    secrets = {"PDCLUSTER_ENGINE_API_KEY": "engines-never-shown", "PDCLUSTER_API_KEYS": "a=clients-never-shown"}
+    for form in ([], ["--json"], ["--shell"]):
+        done = pdcluster("plan", "--model", str(checkpoint), *form, **secrets)
+        assert done.returncode == 0, done.stderr
+        assert "VLLM_API_KEY" in done.stdout
+        assert "never-shown" not in done.stdout + done.stderr
+
+
+def test_a_key_file_that_is_not_there_is_refused_before_the_start(pdcluster, checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    done = pdcluster("check", "--model", str(checkpoint), "--port", str(port), "--set", "proxy.api_key_file=none.yaml")
+    refused(done, "proxy.api_key_file: ", "none.yaml: cannot be read")

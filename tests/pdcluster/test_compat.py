@@ -8,8 +8,10 @@ DENSE = ModelFacts("LlamaForCausalLM", 8192, attention_heads=16, kv_heads=4, is_
 MLA = ModelFacts("DeepseekV3ForCausalLM", 163840, attention_heads=128, kv_heads=128, is_mla=True, weight_bytes=10**9)
 
 
-def problems(prefill=None, decode=None, facts=DENSE):
-    spec = ClusterSpec.model_validate({"pools": {"prefill": prefill or {}, "decode": decode or {}}})
+def problems(prefill=None, decode=None, facts=DENSE, proxy=None):
+    spec = ClusterSpec.model_validate(
+        {"pools": {"prefill": prefill or {}, "decode": decode or {}}, "proxy": proxy or {}}
+    )
     return [str(problem) for problem in find_problems(spec, facts)]
 
 
@@ -40,6 +42,8 @@ def test_the_default_spec_breaks_no_rule():
         ("owned", {"extra_args": ["--port", "1"]}, {}, DENSE, "pools.prefill.extra_args", "set ports.base instead"),
         ("owned", {"extra_args": ["-tp=2"]}, {}, DENSE, "pools.prefill.extra_args", "set tensor_parallel_size instead"),
         ("owned", {}, {"env": {"VLLM_PORT": "1"}}, DENSE, "pools.decode.env.VLLM_PORT", "two engines would collide"),
+        ("owned", {}, {"env": {"VLLM_API_KEY": "1"}}, DENSE, "pools.decode.env.VLLM_API_KEY", "set PDCLUSTER_ENGINE_API_KEY"),
+        ("owned", {"extra_args": ["--api-key", "x"]}, {}, DENSE, "pools.prefill.extra_args", "set PDCLUSTER_ENGINE_API_KEY"),
     ],
 )  # fmt: skip
 def test_a_broken_rule_is_refused_with_key_path_reason_and_way_out(rule, prefill, decode, facts, where, words):
@@ -67,6 +71,23 @@ def test_a_broken_rule_is_refused_with_key_path_reason_and_way_out(rule, prefill
 )  # fmt: skip
 def test_what_the_protocol_allows_is_allowed(prefill, decode, facts):
     assert problems(prefill, decode, facts) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "proxy", "where", "words"),
+    [
+        ("tls-files", {"tls_key": "k"}, "proxy.tls_key", "set proxy.tls_certificate"),
+        ("tls-files", {"tls_certificate": "c"}, "proxy.tls_certificate", "set proxy.tls_key"),
+        ("tls-files", {"tls_client_ca": "a", "admin_port": 9000}, "proxy.tls_client_ca", "set proxy.tls_certificate and proxy.tls_key"),
+        ("client-ca", {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"}, "proxy.tls_client_ca", "set proxy.admin_port"),
+        ("cors", {"cors_origins": ["*", "https://a.example"]}, "proxy.cors_origins", "give * alone"),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_of_the_endpoint_is_refused_likewise(rule, proxy, where, words):
+    found = [text for text in problems(proxy=proxy) if f"[{rule}," in text]
+    assert len(found) == 1
+    assert found[0].startswith(f"{where}: ")
+    assert words in found[0]
 
 
 def test_every_rule_has_a_name_of_its_own_a_reason_and_a_source():

@@ -108,16 +108,21 @@ class Rig:
     def __init__(self, tmp_path, *assignments):
         self.backend, self.reports, self.warm_up = FakeBackend(), Reports(), FakeWarmUp()
         self.healthy = True
+        self.asked = set()
         loaded = load_spec(None, parse_set_flags(["pools.prefill.replicas=2", "launch.stop_grace=1", *assignments]))
         inventory = Inventory("cpu", cores={0: (0, 1)}, memory_bytes=10**12, available_bytes=10**12)
         plan = make_plan(loaded, inventory, Checkpoint("/m", local=True, facts=None), "python")
         self.directory = RunDirectory.of(tmp_path, "default")
         self.directory.create()
         record = ClusterRecord("default", "r", "starting", os.getpid(), 1.0, "b", plan.proxy.url, "m")
-        client = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200 if self.healthy else 503)))
+        client = httpx.Client(transport=httpx.MockTransport(self.answer))
         self.supervisor = Supervisor(
             loaded, plan, record, self.directory, self.backend, self.warm_up, client, self.reports
         )
+
+    def answer(self, request):
+        self.asked.add(str(request.url))
+        return httpx.Response(200 if self.healthy else 503)
 
     def run(self, *steps, stop=True):
         """Run to the end; each step waits for a condition, then acts; a stop is asked for last."""
@@ -173,6 +178,16 @@ def test_every_pair_is_checked_before_the_proxy_starts(tmp_path):
     rig.run((ready, nothing))
     assert sorted(rig.warm_up.checked[0]) == [("prefill-0", "decode-0"), ("prefill-1", "decode-0")]
     assert rig.backend.events.index(("start", "proxy")) == 3
+
+
+@pytest.mark.parametrize(
+    ("client_ca", "url"), [([], "https://127.0.0.1:8000"), (["proxy.tls_client_ca=/a"], "http://127.0.0.1:9100")]
+)
+def test_a_proxy_with_tls_is_asked_where_the_launcher_can_ask(tmp_path, client_ca, url):
+    rig = Rig(tmp_path, "proxy.tls_certificate=/c", "proxy.tls_key=/k", "proxy.admin_port=9100", *client_ca)
+    rig.run((ready, nothing))
+    assert {asked for asked in rig.asked if ":181" not in asked} == {url + "/ready"}
+    assert rig.directory.read().url == "https://127.0.0.1:8000"
 
 
 def test_a_pair_that_diverges_is_kept_out_of_service_and_said_so(tmp_path):
