@@ -1,7 +1,7 @@
 """The key that engines ask for, where the user set one: engines, proxy and pair checks know it, nobody else sees it.
 
-vLLM (0.32) asks for it on its /v1 routes only; /health and /metrics stay open. It is never part of the plan, which says
-where an engine's environment takes it from; the backend does so when it starts the engine.
+vLLM (0.32) asks for it under /v1, /v2 and /inference; /health, /metrics and /tokenize stay open. The plan only says
+where an engine takes it from; the backend fills it in when it starts the engine.
 """
 
 from __future__ import annotations
