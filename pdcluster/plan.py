@@ -188,7 +188,7 @@ def plan_proxy(
 def proxy_probe_url(proxy: ProxySpec) -> str:
     """Return where the launcher asks for the proxy's health; it has no certificate to show where clients need one."""
     if proxy.tls_client_ca is not None:
-        return http_url(proxy.host, proxy.admin_port)
+        return http_url("127.0.0.1", proxy.admin_port)
     return http_url(proxy.host, proxy.port, tls=proxy.tls)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pdcluster.models.catalog import CATALOG, default_cache, model_directory, pr
 from pdcluster.plan import Plan, make_plan
 from pdcluster.spec_loading import Flag, LoadedSpec, with_flags
 
+_PROXY_CHECK_S = 60.0
 Say = Callable[[str], None]
 
 
@@ -65,9 +67,27 @@ def check_ready_to_start(prepared: Prepared, environment: Mapping[str, str], say
     refuse_missing_packages()
     # Files and ports first: that takes no time, vLLM's parser takes seconds.
     problems = find_endpoint_problems(prepared.loaded.spec.proxy, environment) + busy_ports(prepared)
+    problems = problems or refused_by_proxy(prepared, environment)
     problems = problems or check_arguments(prepared.plan, default_cache(), environment, say)
     if problems:
         raise SpecError(problems)
+
+
+def refused_by_proxy(prepared: Prepared, environment: Mapping[str, str]) -> list[Problem]:
+    """Have the proxy check its own flags and files; it starts last, minutes after the engines."""
+    program = prepared.plan.proxy
+    done = subprocess.run(
+        [*program.argv, "--check"],
+        env=program.full_environment(environment),
+        capture_output=True,
+        text=True,
+        timeout=_PROXY_CHECK_S,
+        check=False,
+    )
+    if done.returncode == 0:
+        return []
+    lines = [line.removeprefix("error: ") for line in done.stderr.strip().splitlines()]
+    return [Problem("proxy", lines[-1] if lines else f"its check ended with {done.returncode}")]
 
 
 def refuse_missing_packages() -> None:

@@ -72,7 +72,8 @@ class _Application(FastAPI):
 def shared_counts(config: ProxyConfig, workers: int) -> SharedCounts:
     """Return the table that the workers of a proxy share: requests in flight, then what API keys have used."""
     keys = 0 if config.api_keys is None else len(config.api_keys)
-    return SharedCounts(len(config.endpoints) + keys * COLUMNS_PER_KEY, workers)
+    endpoints = len(config.endpoints)
+    return SharedCounts(endpoints + keys * COLUMNS_PER_KEY, workers, volatile=endpoints)
 
 
 def create_app(config: ProxyConfig, rng: random.Random | None = None, counts: SharedCounts | None = None) -> FastAPI:

@@ -67,7 +67,8 @@ def _proxy(flags: dict[str, Any]) -> None:
         cors_origins=tuple(flags["cors_origin"] or ()),
     )
     _check_tls(flags)
-    _serve(config, flags)
+    if not flags["check"]:
+        _serve(config, flags)
 
 
 app.command(name="proxy", epilog=_EPILOG)(takes_flags(_proxy))

@@ -65,6 +65,7 @@ FLAGS: dict[str, _Flag] = {
     ),
     "health_interval": _Flag(float, 2.0, "Seconds between health probes.", _LATER),
     "shutdown_grace": _seconds(30.0, "Seconds for streams to end at a stop."),
+    "check": _Flag(bool, False, "Check flags and files, and end."),
     "log_level": _Flag(str, "info", "debug, info, warning or error."),
 }
 

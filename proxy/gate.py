@@ -21,12 +21,13 @@ _OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})')
 class Pass:
     """Leave to go on, for one request; nothing is counted where there are no limits."""
 
-    __slots__ = ("_estimate", "_key", "_limits")
+    __slots__ = ("_admitted", "_estimate", "_key", "_limits")
 
     def __init__(self, limits: RateLimits | None = None, key: ApiKey | None = None, estimate: int = 0) -> None:
         self._limits = limits
         self._key = key
         self._estimate = estimate
+        self._admitted = 0.0 if limits is None else limits.now()
 
     def settle(self, trace: Trace, body: bytes) -> None:
         """Count the tokens that the request really took; `body` is its answer, where that was no stream."""
@@ -35,7 +36,7 @@ class Pass:
         found = _OUTPUT_TOKENS.search(body)
         output = int(found[1]) if found else trace.events
         prompt = self._estimate if trace.prompt_tokens is None else trace.prompt_tokens
-        self._limits.correct(self._key, prompt + output - self._estimate)
+        self._limits.correct(self._key, prompt + output - self._estimate, self._admitted)
 
 
 _FREE = Pass()

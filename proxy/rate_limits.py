@@ -53,10 +53,18 @@ class RateLimits:
         self._add(key, minute, 1, tokens)
         return None
 
-    def correct(self, key: ApiKey, tokens: int) -> None:
-        """Add tokens that a request took beyond its estimate, or give back what it didn't."""
-        if key.tokens_per_minute is not None and tokens:
-            self._add(key, int(self._clock() // _MINUTE), 0, tokens)
+    def correct(self, key: ApiKey, tokens: int, admitted: float) -> None:
+        """Add tokens that a request, admitted then, took beyond its estimate, or give back what it didn't.
+
+        Nothing is given back in a later minute, which it never burdened.
+        """
+        minute = int(self._clock() // _MINUTE)
+        if key.tokens_per_minute is not None and (tokens > 0 or int(admitted // _MINUTE) == minute):
+            self._add(key, minute, 0, tokens)
+
+    def now(self) -> float:
+        """Return the clock's time."""
+        return self._clock()
 
     def _read(self, key: ApiKey, minute: int) -> tuple[list[int], list[int]]:
         """Return requests and tokens of this minute and of the one before, over all workers."""

@@ -11,10 +11,11 @@ _BYTES = 8
 
 
 class SharedCounts:
-    """A table of 64-bit integers; `row` is this process's own."""
+    """A table of 64-bit integers; one row is this process's own. Its first `volatile` columns end with a process."""
 
-    def __init__(self, columns: int, rows: int = 1) -> None:
+    def __init__(self, columns: int, rows: int = 1, volatile: int | None = None) -> None:
         self.columns = columns
+        self.volatile = columns if volatile is None else volatile
         self.rows = rows
         self._memory = mmap.mmap(-1, max(1, rows * columns) * _BYTES)  # anonymous and shared
         self._cells = memoryview(self._memory).cast("q")
@@ -53,6 +54,6 @@ class SharedCounts:
         return self._cells[row * self.columns + column]
 
     def clear(self, row: int) -> None:
-        """Empty a row: what a worker that died was serving is over."""
-        for index in range(row * self.columns, (row + 1) * self.columns):
+        """Empty a row's volatile cells: what a worker that died was serving is over, what its clients used is not."""
+        for index in range(row * self.columns, row * self.columns + self.volatile):
             self._cells[index] = 0

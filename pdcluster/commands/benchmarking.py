@@ -9,7 +9,10 @@ import typer
 from pdcluster.commands import options
 
 bench = typer.Typer(
-    no_args_is_help=True, help="Benchmarks: ratios against another router, measured in one run.", rich_markup_mode=None
+    no_args_is_help=True,
+    help="Benchmarks: ratios against another router, measured in one run.",
+    rich_markup_mode=None,
+    epilog="Examples:\n  pdcluster bench proxy",
 )
 _EPILOG = """\b
 Examples:

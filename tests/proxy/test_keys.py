@@ -192,14 +192,24 @@ def test_no_more_pass_than_the_limit_and_a_retry_at_the_promised_time_succeeds(l
 
 
 def test_tokens_are_corrected_both_ways_and_what_never_fits_is_told_apart():
-    key, limits, _ = limited(tokens=100)
+    key, limits, now = limited(tokens=100)
     assert limits.admit(key, 60) is None
     assert limits.admit(key, 60).seconds > 0
-    limits.correct(key, -50)
+    limits.correct(key, -50, now[0])
     assert limits.admit(key, 60) is None
-    limits.correct(key, 100)
+    limits.correct(key, 100, now[0])
     assert limits.admit(key, 1).limit == "tokens_per_minute"
     assert limits.admit(key, 101).seconds is None
+
+
+def test_what_a_request_of_an_earlier_minute_did_not_use_makes_no_room_in_this_one():
+    key, limits, now = limited(tokens=100)
+    admitted = now[0]
+    assert limits.admit(key, 90) is None
+    now[0] += 130
+    limits.correct(key, -90, admitted)
+    assert limits.admit(key, 100) is None
+    assert limits.admit(key, 1) is not None
 
 
 def count_in_a_worker(counts, row):
@@ -211,7 +221,7 @@ def count_in_a_worker(counts, row):
 
 
 def test_workers_see_one_anothers_counts_and_a_dead_ones_are_cleared():
-    counts = SharedCounts(3, rows=3)
+    counts = SharedCounts(3, rows=3, volatile=2)
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=count_in_a_worker, args=(counts, row)) for row in (1, 2)]
     for worker in workers:
@@ -221,3 +231,6 @@ def test_workers_see_one_anothers_counts_and_a_dead_ones_are_cleared():
     assert (counts.total(1), counts.of(2, 0), counts.own(1)) == (2000, 2, 0)
     counts.clear(1)
     assert counts.total(1) == 1000
+    counts.put(2, 5)
+    counts.clear(0)
+    assert counts.own(2) == 5
