@@ -1,10 +1,19 @@
 """A real 2-prefill 2-decode cluster of the tiny model against one aggregated engine."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from proxy.config import EndpointConfig, Timeouts
+from proxy.connectors.nixl import NixlConnector
+from proxy.endpoints import Endpoint, Pools
+from proxy.engine_client import EngineClient
+from proxy.firewall import Authorization, headers_for_engine
+from proxy.metrics import Metrics
+from proxy.release import Releases
+from proxy.request import KINDS, InferenceRequest
 from tests.e2e.answers import APIS, Ties, ask, body, same, token_prompt, words
 from tests.e2e.conftest import eventually, metric, wait_healthy
 
@@ -166,6 +175,28 @@ def test_models_and_tokenizer_answer_through_the_proxy(cluster):
     tokens = cluster.client.post("/tokenize", json={"model": "tiny", "prompt": "hello world"}).json()["tokens"]
     back = cluster.client.post("/detokenize", json={"model": "tiny", "tokens": tokens}).json()["prompt"]
     assert back == "hello world"
+
+
+async def test_kv_that_no_decode_will_fetch_is_given_back_within_2_seconds_of_a_lease_of_120(cluster):
+    prefill, decode = cluster.engines("prefill")["prefill-0"], cluster.engines("decode")["decode-0"]
+    request = InferenceRequest(KINDS["/v1/completions"], b"", completion(token_prompt(900, seed=5)), {})
+    asked = NixlConnector().prefill_body(request)
+    headers = {"content-type": "application/json", "x-request-id": "left-between-the-legs"}
+    reply = httpx.post(f"{prefill}/v1/completions", content=asked, headers=headers, timeout=120).json()
+    handoff = NixlConnector().handoff(reply)
+    assert eventually(lambda: metric(prefill, "vllm:kv_cache_usage_perc") > 0)
+    endpoint = Endpoint(EndpointConfig("decode-0", decode, "decode"), ready=True)
+    client, metrics = EngineClient(Timeouts()), Metrics((endpoint,))
+    releases = Releases(client, Pools((endpoint,)), metrics)
+    began = time.monotonic()
+    lines = headers_for_engine({b"content-type": b"application/json"}, headers["x-request-id"], Authorization())
+    releases.begin(endpoint, NixlConnector().release_body(request, handoff), lines)
+    await releases.finish(5)
+    assert eventually(lambda: metric(prefill, "vllm:kv_cache_usage_perc") == 0, 10)
+    print(f"KV given back after {time.monotonic() - began:.2f} s")
+    assert time.monotonic() - began < 2
+    assert b"pdcluster_handoffs_released_total 1.0" in metrics.render()
+    client.close()
 
 
 def test_everything_is_given_back_afterwards(cluster):
