@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything that must hold: lint, types, unit tests, end-to-end tests on real engines. Installs what is missing.
+# Everything that must hold: lint, types, unit tests, a soak, end-to-end tests on real engines. Installs what is missing.
 #
-#   bash tests/run.sh           all of it (about 15 minutes on 2 cores, after the installation)
-#   bash tests/run.sh --quick   without the end-to-end tests
+#   bash tests/run.sh           all of it (about 25 minutes on 2 cores, after the installation)
+#   bash tests/run.sh --quick   without the soak and the end-to-end tests
 set -euo pipefail
 
 quick=false
@@ -24,9 +24,11 @@ step "lint"
 step "types"
 "$venv/bin/mypy"
 step "unit tests"
-"$venv/bin/pytest" tests --ignore=tests/e2e --durations=5 -q
+"$venv/bin/pytest" tests --ignore=tests/e2e --ignore=tests/soak --durations=5 -q
 if $quick; then
   exit 0
 fi
+step "soak: 20,000 mixed requests, a thousand streams at once"
+"$venv/bin/pytest" tests/soak -q -s
 step "end-to-end tests on real engines"
 "$venv/bin/pytest" tests/e2e --durations=5 -v

@@ -6,6 +6,7 @@ from pathlib import Path
 from pdcluster.compat import find_problems
 from pdcluster.model_facts import ModelFacts
 from pdcluster.spec_loading import load_spec
+from proxy.api_keys import load_key_file
 from proxy.request import KINDS
 from proxy.routes import PASSED_ON
 
@@ -24,6 +25,17 @@ def test_the_cluster_spec_is_valid_and_breaks_no_rule(tmp_path):
     spec = load_spec(path).spec
     assert find_problems(spec, MLA) == []
     assert spec.pools.decode.decode_context_parallel_size == 8
+
+
+def test_the_endpoints_options_and_the_key_file_are_valid(tmp_path):
+    spec, keys = blocks("yaml")[1:3]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(spec)
+    proxy = load_spec(path).spec.proxy
+    assert (proxy.workers, proxy.admin_port, proxy.requests_per_minute) == (2, 8001, 600)
+    path.write_text(keys)
+    found = load_key_file(path)[0]
+    assert [key.name for key in found] == ["team-a", "team-b"]
 
 
 def test_scripts_and_links_point_at_files_that_exist():

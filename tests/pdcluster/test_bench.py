@@ -1,0 +1,140 @@
+"""The benchmark of the proxy: what it counts, what it refuses to count, and a short run of it."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pdcluster.bench.cases import CASES, Measurement, percentile, scaled
+from pdcluster.bench.http import split_message
+from pdcluster.bench.load import Load, Seen, put, request_bytes
+from pdcluster.bench.report import OURS, PEER, make_rows
+from pdcluster.bench.runs import Run
+from pdcluster.bench.stand_ins import StandIn, Tally
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+EVENT = b'data: {"choices":[{"delta":{"content":" tok"}}]}\n\n'
+
+
+def chunked(*pieces, end=b"0\r\n\r\n"):
+    body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    return HEAD + b"transfer-encoding: chunked\r\n\r\n" + body + end
+
+
+def run_of(router, cpu, *, requests=10, events=640, gaps=(), case="paced"):
+    seen = Seen(requests=requests, events=events, first=[0.001, 0.002], gaps=list(gaps))
+    return Run(case, router, Measurement(seen, cpu, 50_000_000, 20))
+
+
+def test_ratios_are_made_round_by_round_and_judged_against_the_aim():
+    (paced,) = [case for case in CASES if case.name == "paced"]
+    runs = [
+        run_of(OURS, 0.8),
+        run_of(PEER, 1.0),
+        run_of(OURS, 1.8),
+        run_of(PEER, 2.0),
+        run_of(OURS, 1),
+        run_of(PEER, 1),
+    ]
+    row = make_rows([paced], runs)[0]
+    assert (round(row.ratio, 3), row.ratio_range) == (0.9, (0.8, 1.0))
+    assert (row.met, row.target) == (False, "<= 0.85")
+    assert row.ours == pytest.approx(1e6 / 640)
+    alone = make_rows([paced], [run_of(OURS, 0.8)])[0]
+    assert (alone.ratio, alone.met, alone.peer) == (None, None, None)
+
+
+def test_the_longest_wait_is_beyond_the_pace_and_judged_by_itself():
+    (giant,) = [case for case in CASES if case.name == "giant"]
+    row = make_rows([giant], [run_of(OURS, 1, gaps=(0.02, 0.05), case="giant")])[0]
+    assert (row.ours, row.met) == (pytest.approx(30), False)
+
+
+def test_a_smaller_scale_leaves_each_client_a_request():
+    assert {scaled(case, 0.0001).load.requests for case in CASES} == {case.load.concurrency for case in CASES}
+    assert percentile([], 0.5) == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 999])
+def test_messages_are_found_however_they_arrive(size):
+    data = chunked(b"abc", b"de") + HEAD + b"content-length: 2\r\n\r\nok" + b"GET / HTTP/1.1\r\n\r\n"
+    held, bodies = b"", []
+    for start in range(0, len(data), size):
+        held += data[start : start + size]
+        while (found := split_message(held)) is not None:
+            _, body, held = found
+            bodies.append(body)
+    assert bodies == [b"abcde", b"ok", b""]
+
+
+@pytest.mark.parametrize(
+    ("stream", "answer", "wrong"),
+    [
+        (True, chunked(EVENT, EVENT, b"data: [DONE]\n\n"), None),
+        (True, chunked(EVENT, b"data: [DONE]\n\n"), "a stream with events missing"),
+        (True, chunked(EVENT, EVENT), "a stream without its end"),
+        (True, b"HTTP/1.1 502 No\r\ncontent-length: 0\r\n\r\n", "an error"),
+        (False, HEAD + b"content-length: 8\r\n\r\n tok tok", None),
+        (False, HEAD + b"content-length: 4\r\n\r\n tok tok", "not the answer that was asked for"),
+        (False, HEAD + b"content-length: 4\r\n\r\n tok", "not the answer that was asked for"),
+    ],
+)
+async def test_only_the_whole_answer_counts(stream, answer, wrong):
+    async def serve(reader, writer):
+        data = b""
+        while split_message(data) is None:
+            data += await reader.read(1 << 16)
+        writer.write(answer)
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    load = Load(server.sockets[0].getsockname()[1], concurrency=1, requests=1, tokens=2, stream=stream)
+    seen = await asyncio.wait_for(put(load, 1), 5)
+    server.close()
+    assert seen.wrong == ({} if wrong is None else {wrong: 1})
+    await asyncio.sleep(0)
+
+
+async def test_stand_ins_count_what_breaks_the_protocol():
+    loop, tally = asyncio.get_running_loop(), Tally()
+    server = await loop.create_server(lambda: StandIn("decode", tally), "127.0.0.1", 0)
+    load = Load(server.sockets[0].getsockname()[1], concurrency=1, requests=2, tokens=2)
+    seen = await asyncio.wait_for(put(load, 2), 5)
+    server.close()
+    assert (seen.wrong, tally.decodes) == ({}, 2)
+    assert tally.breaches == {"decode without a handoff that is good": 2}
+
+
+def test_prompts_have_the_size_that_was_asked_for():
+    assert 400_000 < len(request_bytes(Load(1, 1, 1, 4, prompt=400_000), 0)) < 401_000
+
+
+def pdcluster(*arguments):
+    argv = [sys.executable, "-m", "pdcluster", "bench", "proxy", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=100)
+
+
+def test_a_short_run_of_ours_alone_prints_figures_and_their_conditions():
+    done = pdcluster("--peer", "none", "--rounds", "1", "--scale", "0.01", "--cases", "burst,plain", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [figure["case"] for figure in told["figures"]] == ["burst", "burst", "burst", "plain"]
+    assert all(figure["ours"] > 0 for figure in told["figures"])
+    assert (told["conditions"]["rounds"], told["conditions"]["peer"]) == (1, "none")
+    assert "round 1 of 1: plain on pdcluster" in done.stderr
+
+
+def test_an_unknown_case_and_a_missing_peer_are_refused_in_words(monkeypatch):
+    done = pdcluster("--cases", "fast")
+    assert (done.returncode, "there are paced, burst" in done.stderr) == (2, True)
+    from pdcluster.bench import routers
+    from pdcluster.errors import UserError
+
+    monkeypatch.setattr(routers.shutil, "which", lambda _: None)
+    monkeypatch.setattr(routers.sys, "executable", "/nowhere/python")
+    with pytest.raises(UserError, match=r"pip install 'pdcluster\[bench\]'"):
+        routers.find_vllm_router()
