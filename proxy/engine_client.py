@@ -27,7 +27,7 @@ class EngineReply(NamedTuple):
     """A whole answer; header names are lower case."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
     body: bytes
 
 

@@ -29,10 +29,11 @@ class EngineConnection(asyncio.Protocol):
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._body: list[bytes] = []
+        self._raw_headers: dict[bytes, bytes] = {}
         self.on_body = self._body.append
+        self.on_header = self._raw_headers.__setitem__
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
-        self._headers: dict[str, str] = {}
         self._until_close = False
         self._inflater: zlib._Decompress | None = None
         self._end = 0
@@ -150,20 +151,16 @@ class EngineConnection(asyncio.Protocol):
                 exchange.fail(EngineFailedError(f"{exchange.who} broke off: {why}"))
         self._on_lost(self)
 
-    # httptools; `on_body` is the list's own append, so that a piece costs no call of ours.
+    # httptools; `on_body` is a list's own append, `on_header` a dict's own setter: neither is a call of ours.
 
     def on_message_begin(self) -> None:
         """Forget the answer before; a second one to the same request is none that anybody asked for."""
         if self._exchange is not None and self._exchange.complete:
             self._spoilt = True
         self._answered = True
-        self._headers = {}
+        self._raw_headers.clear()
         self._until_close = False
         self._inflater = None
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; trailers come too late to matter."""
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Tell the exchange its status; interim answers (1xx) have none."""
@@ -175,10 +172,10 @@ class EngineConnection(asyncio.Protocol):
             exchange.fail(EngineFailedError(f"{exchange.who} broke off: {status} is no status"))
             self._spoilt = True
             return
-        headers = self._headers
-        if headers.get("content-encoding") in ("gzip", "deflate"):
+        headers = {name.lower(): value for name, value in self._raw_headers.items()}
+        if headers.get(b"content-encoding") in (b"gzip", b"deflate"):
             self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
-        framed = "content-length" in headers or "chunked" in headers.get("transfer-encoding", "")
+        framed = b"content-length" in headers or b"chunked" in headers.get(b"transfer-encoding", b"")
         self._until_close = not framed and status not in _WITHOUT_BODY
         exchange.answered(status, headers)
 

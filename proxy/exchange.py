@@ -89,7 +89,7 @@ class Exchange:
     def __init__(self, connection: Connection, leg: str, endpoint: str) -> None:
         self._names = (leg, endpoint)
         self.status = 0
-        self.headers: dict[str, str] = {}
+        self.headers: dict[bytes, bytes] = {}
         self.complete = False
         self.untouched = False
         self.paused = False
@@ -173,7 +173,7 @@ class Exchange:
 
     # What the connection tells.
 
-    def answered(self, status: int, headers: dict[str, str]) -> None:
+    def answered(self, status: int, headers: dict[bytes, bytes]) -> None:
         """Take status and headers."""
         self.headers = headers
         self.status = status

@@ -18,7 +18,7 @@ from proxy.errors import BadRequestError
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
 _TO_ENGINE = (b"content-type", b"accept", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta")
-_TO_CLIENT = ("content-type", "retry-after", "www-authenticate")
+_TO_CLIENT = (b"content-type", b"retry-after", b"www-authenticate")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _NULL_TRANSFER = re.compile(rb',\s*"(?:kv|ec)_transfer_params":\s*null')
@@ -80,20 +80,19 @@ def headers_for_engine(client: Mapping[bytes, bytes], request_id: str, authoriza
 
     A value with a line break would begin a header of its own and is dropped; our server's parser lets none through.
     """
-    lines = [b"x-request-id: %b\r\naccept-encoding: identity\r\n" % request_id.encode()]
-    for name in _TO_ENGINE:
-        value = client.get(name)
-        if value is not None and b"\n" not in value and b"\r" not in value:
-            lines.append(b"%b: %b\r\n" % (name, value))
     value = authorization.header(client)
-    if value is not None and b"\n" not in value and b"\r" not in value:
-        lines.append(b"authorization: %b\r\n" % value)
-    return b"".join(lines)
+    more = b"authorization: %b\r\n" % value if value is not None else b""
+    lines = [b"%b: %b\r\n" % (name, client[name]) for name in _TO_ENGINE if name in client]
+    lines += [more] if more else []
+    block = b"".join(lines)
+    if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines):
+        block = b"".join(line for line in lines if line.count(b"\n") == 1 == line.count(b"\r"))
+    return b"x-request-id: %b\r\naccept-encoding: identity\r\n%b" % (request_id.encode(), block)
 
 
-def headers_for_client(engine: Mapping[str, str]) -> dict[str, str]:
+def headers_for_client(engine: Mapping[bytes, bytes]) -> dict[str, str]:
     """Return those of an engine's headers that a client may see."""
-    return {name: engine[name] for name in _TO_CLIENT if name in engine}
+    return {name.decode(): engine[name].decode("latin-1") for name in _TO_CLIENT if name in engine}
 
 
 def safe_request_id(given: bytes | None) -> str | None:

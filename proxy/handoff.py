@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from proxy.breathing import breathe
 from proxy.config import ProxyConfig
 from proxy.connectors.base import Connector
 from proxy.endpoints import Endpoint, Pools
@@ -175,6 +176,7 @@ class _Attempt:
     async def _prefill(self, prefill: Endpoint) -> EngineReply | None:
         """Return prefill's reply, None where it failed for the last time and decode may serve alone."""
         body = self._of.connector.prefill_body(self._request)
+        await breathe(len(body))
         self._trace.prefill_began = self._of.clock()
         try:
             with prefill.reserved():
@@ -201,8 +203,10 @@ class _Attempt:
         """Run the decode leg. KV that decode never heard of is released; with the rest decode deals itself."""
         self._sent = None
         try:
+            body = self._of.connector.decode_body(self._request, handoff)
+            await breathe(len(body))
             self._refuse_stale()
-            return await self._decode(self._of.connector.decode_body(self._request, handoff))
+            return await self._decode(body)
         except EngineFailedError as error:
             died = self._went_silent() and not isinstance(error, EngineTimeoutError)
             if died or self.leg == "lease":
@@ -268,7 +272,7 @@ class _Attempt:
             self._placement.decode, self._asked(body), leg="decode", limit=self._limit(self._timeouts.headers)
         )
         self._stream = exchange
-        if exchange.status != _OK or not exchange.headers.get("content-type", "").startswith("text/event-stream"):
+        if exchange.status != _OK or not exchange.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
             return await self._gathered(exchange)
         try:
             head = await first_events(lambda: exchange.take(self._limit(self._timeouts.headers)), self._request.kind)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from proxy.breathing import breathe
 from proxy.client import Client, ClientGoneError, Receive, Scope, Send, client_of, header_map
 from proxy.config import ProxyConfig
 from proxy.engine_client import EngineClient, EngineReply, EngineRequest
@@ -116,7 +117,9 @@ class Route:
         admitted = services.gate.admit(headers)
         raw = await client.body(services.config.limits.body_bytes)
         trace.began = self._clock()
+        await breathe(len(raw))
         fields = parse_object(raw) if method == "POST" else {}
+        await breathe(len(raw))
         refuse_transfer_fields(fields)
         return Call(client, method, headers, raw, fields, trace, admitted, own)
 

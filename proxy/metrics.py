@@ -36,6 +36,7 @@ class Metrics:
         if directory:  # what all workers have counted, those that died included
             MultiProcessCollector(self._read, directory)  # type: ignore[no-untyped-call]
         counter, histogram = self._counter, self._histogram
+        self._children: dict[tuple[Histogram, str], Histogram] = {}
         self._ended: dict[tuple[str, str], Counter] = {}
         self.requests = counter("requests", "Requests by route and how they ended", "route", "outcome")
         self.aggregated = counter("aggregated_requests", "Requests that must run on decode alone", "reason")
@@ -66,11 +67,21 @@ class Metrics:
             if trace.events and trace.prefill_ended is not None:
                 self.handoff.observe(trace.first_byte - trace.prefill_ended)
             if trace.events:
-                self.ttft.labels(trace.route).observe(trace.first_byte - trace.began)
+                self._of_route(self.ttft, trace.route).observe(trace.first_byte - trace.began)
             if trace.last_byte is not None and trace.events > 1:
-                self.tpot.labels(trace.route).observe((trace.last_byte - trace.first_byte) / (trace.events - 1))
+                self._of_route(self.tpot, trace.route).observe(
+                    (trace.last_byte - trace.first_byte) / (trace.events - 1)
+                )
         if trace.ended is not None:
-            self.total.labels(trace.route).observe(trace.ended - trace.began)
+            self._of_route(self.total, trace.route).observe(trace.ended - trace.began)
+
+    def _of_route(self, histogram: Histogram, route: str) -> Histogram:
+        """Return a histogram's child; looking it up by labels costs more than observing."""
+        key = (histogram, route)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = histogram.labels(route)
+        return child
 
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes: of all workers, where there are several."""

@@ -32,7 +32,7 @@ PDCLUSTER_LAYERS = [
     {"cli"},
 ]
 PROXY_LAYERS = [
-    {"errors", "shared_counts", "api_keys", "flags", "tls"},
+    {"errors", "shared_counts", "api_keys", "flags", "tls", "breathing"},
     {"workers"},
     {"config", "rate_limits"},
     {"request", "trace", "exchange"},

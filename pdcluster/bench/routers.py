@@ -45,8 +45,8 @@ class Router:
         return sum(sum(item.cpu_times()[:2]) for item in self._processes())
 
     def resident_bytes(self) -> int:
-        """Return the resident memory of all its processes."""
-        return sum(item.memory_info().rss for item in self._processes())
+        """Return the resident memory of all its processes; what they share counts once."""
+        return sum(item.memory_full_info().pss for item in self._processes())
 
     def stop(self) -> None:
         """End it."""
