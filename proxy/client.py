@@ -42,8 +42,8 @@ class Client(Protocol):
 
     gone: bool
 
-    async def body(self, limit: int) -> bytes:
-        """Return the whole body; raises `BodyTooLargeError`, `ClientGoneError`."""
+    async def body(self, limit: int, declared: int) -> bytes:
+        """Return the whole body, whose length is declared or 0; raises `BodyTooLargeError`, `ClientGoneError`."""
         ...
 
     def when_gone(self, callback: Callable[[], object] | None) -> None:
@@ -66,17 +66,16 @@ class Client(Protocol):
 class AsgiClient:
     """A client behind any ASGI server: a task waits for its disconnect, each chunk is a `send`."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send) -> None:
         self.send = send
         self.gone = False
-        self._declared = declared_length(header_map(scope))
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
         self._callback: Callable[[], object] | None = None
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, declared: int) -> bytes:
         """Return the whole body; one that says that it is too long is refused before it is read."""
-        refuse_longer(self._declared, limit)
+        refuse_longer(declared, limit)
         parts, size = [], 0
         while True:
             message = await self._receive()
@@ -132,13 +131,13 @@ class AsgiClient:
 class _WrappedClient(AsgiClient):
     """A client under our server behind a middleware that wants to see what is sent."""
 
-    def __init__(self, linked: Client, scope: Scope, receive: Receive, send: Send) -> None:
-        super().__init__(scope, receive, send)
+    def __init__(self, linked: Client, receive: Receive, send: Send) -> None:
+        super().__init__(receive, send)
         self._linked = linked
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, declared: int) -> bytes:
         """Return the whole body."""
-        return await self._linked.body(limit)
+        return await self._linked.body(limit, declared)
 
     def when_gone(self, callback: Callable[[], object] | None) -> None:
         """Have a callback called when the client leaves."""
@@ -155,9 +154,9 @@ def client_of(scope: Scope, receive: Receive, send: Send) -> Client:
     """Return the client of a request."""
     linked = scope.get("extensions", {}).get(EXTENSION)
     if linked is None:
-        return AsgiClient(scope, receive, send)
+        return AsgiClient(receive, send)
     client: Client = linked
-    return client if linked.send == send else _WrappedClient(client, scope, receive, send)
+    return client if linked.send == send else _WrappedClient(client, receive, send)
 
 
 def header_map(scope: Scope) -> Mapping[bytes, bytes]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from proxy.api_keys import ApiKey, ApiKeys, presented_key
-from proxy.client import declared_length
 from proxy.errors import RateLimitedError, UnauthorizedError
 from proxy.metrics import Metrics
 from proxy.rate_limits import RateLimits
@@ -50,12 +49,12 @@ class Gate:
     limits: RateLimits
     metrics: Metrics
 
-    def admit(self, headers: Mapping[bytes, bytes]) -> Pass:
+    def admit(self, headers: Mapping[bytes, bytes], declared: int) -> Pass:
         """Return leave to go on; raises `UnauthorizedError`, `RateLimitedError`."""
         if self.keys is None:
             return _FREE
         key = self.identify(headers)
-        estimate = declared_length(headers) // _BYTES_PER_TOKEN
+        estimate = declared // _BYTES_PER_TOKEN
         refusal = self.limits.admit(key, estimate)
         if refusal is None:
             return Pass(self.limits, key, estimate)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from proxy.breathing import breathe
-from proxy.client import Client, ClientGoneError, Receive, Scope, Send, client_of, header_map
+from proxy.client import Client, ClientGoneError, Receive, Scope, Send, client_of, declared_length, header_map
 from proxy.config import ProxyConfig
 from proxy.engine_client import EngineClient, EngineReply, EngineRequest
 from proxy.errors import NoEndpointError, ProxyError, error_body
@@ -114,8 +114,9 @@ class Route:
     ) -> Call:
         """Admit by the headers, then read and check the body."""
         services = self._services
-        admitted = services.gate.admit(headers)
-        raw = await client.body(services.config.limits.body_bytes)
+        declared = declared_length(headers)
+        admitted = services.gate.admit(headers, declared)
+        raw = await client.body(services.config.limits.body_bytes, declared)
         trace.began = self._clock()
         await breathe(len(raw))
         fields = parse_object(raw) if method == "POST" else {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from proxy.client import ClientGoneError, Send, Transform, declared_length, header_map, refuse_longer
+from proxy.client import ClientGoneError, Send, Transform, refuse_longer
 from proxy.errors import EngineFailedError
 from proxy.exchange import Exchange, Limit
 
@@ -32,13 +32,13 @@ class LinkedClient:
         self._callback: Callable[[], object] | None = None
         self._exchange: Exchange | None = None
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, declared: int) -> bytes:
         """Return the whole body; one that says that it is too long is refused before it is read.
 
         What a refused client still sends is dropped as it comes: closing at once would cost it the answer.
         """
         cycle = self._cycle
-        refuse_longer(declared_length(header_map(cycle.scope)), limit)  # type: ignore[arg-type]
+        refuse_longer(declared, limit)
         if cycle.waiting_for_100_continue:
             cycle.waiting_for_100_continue = False
             cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
