@@ -162,7 +162,9 @@ def clean_reply(body: bytes, asked: Mapping[str, Any]) -> bytes:
     """
     if b"_transfer_params" in body:
         body = _NULL_TRANSFER.sub(b"", body)
-    suspects = [name for name in TRANSFER_FIELDS if name.encode() in body] if b"_transfer_params" in body else []
+    suspects = []
+    if b"_transfer_params" in body:
+        suspects = [name for name in TRANSFER_FIELDS if f'"{name}"'.encode() in body]
     if b'"prompt_token_ids"' in body and not asked.get("return_token_ids") and _SET_TOKEN_IDS.search(body):
         suspects.append("prompt_token_ids")
     if b'"metrics"' in body and _SET_METRICS.search(body):

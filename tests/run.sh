@@ -24,7 +24,7 @@ step "lint"
 step "types"
 "$venv/bin/mypy"
 step "unit tests"
-"$venv/bin/pytest" tests --ignore=tests/e2e --ignore=tests/soak --durations=5 -q
+"$venv/bin/pytest" tests --ignore=tests/e2e --ignore=tests/soak --durations=5 -q -n 2 --dist loadfile
 if $quick; then
   exit 0
 fi

@@ -65,6 +65,10 @@ class _Connection(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
 
@@ -155,6 +159,8 @@ async def put(load: Load, count: int) -> Seen:
                 wrong, connection = type(error).__name__, None
             if wrong:
                 seen.wrong[wrong] = seen.wrong.get(wrong, 0) + 1
+        if connection is not None:
+            connection.close()
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(min(load.concurrency, count))))

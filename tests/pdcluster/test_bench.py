@@ -90,12 +90,15 @@ async def test_only_the_whole_answer_counts(stream, answer, wrong):
         await writer.drain()
         await reader.read()
         writer.close()
+        over.set()
 
+    over = asyncio.Event()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     load = Load(server.sockets[0].getsockname()[1], concurrency=1, requests=1, tokens=2, stream=stream)
     seen = await asyncio.wait_for(put(load, 1), 5)
     server.close()
     assert seen.wrong == ({} if wrong is None else {wrong: 1})
+    await asyncio.wait_for(over.wait(), 5)
     await asyncio.sleep(0)
 
 
