@@ -41,12 +41,13 @@ class EngineRequest(NamedTuple):
     """
 
     path: str
-    body: bytes
+    body: bytes | memoryview
     headers: bytes
     method: str = "POST"
     replayable: bool = False
     on_sent: Callable[[Exchange], None] | None = None
     on_left: Callable[[Exchange], None] | None = None
+    tail: bytes = b""  # what follows `body`, which may be too long to copy for it
 
 
 class _Pool:
@@ -160,7 +161,7 @@ class EngineClient:
         connection = None if fresh else pool.reuse()
         if connection is None:
             connection = await self._connect(pool, f"{leg}: {endpoint.name}")
-        exchange = connection.send(_head(request, pool), request.body, leg, endpoint.name)
+        exchange = connection.send(_head(request, pool), request.body, request.tail, leg, endpoint.name)
         if request.on_sent is not None:
             request.on_sent(exchange)
         return exchange
@@ -202,4 +203,4 @@ def _head(request: EngineRequest, pool: _Pool) -> bytes:
         first = pool.first_lines[request.method, request.path] = line.encode("latin-1")
     if request.method == "GET":
         return b"%b%b\r\n" % (first, request.headers)
-    return b"%b%bcontent-length: %d\r\n\r\n" % (first, request.headers, len(request.body))
+    return b"%b%bcontent-length: %d\r\n\r\n" % (first, request.headers, len(request.body) + len(request.tail))

@@ -51,7 +51,7 @@ class EngineConnection(asyncio.Protocol):
         """Tell whether another exchange may begin."""
         return self._exchange is None and self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes, leg: str, endpoint: str) -> Exchange:
+    def send(self, head: bytes, body: bytes | memoryview, tail: bytes, leg: str, endpoint: str) -> Exchange:
         """Begin an exchange; leg and endpoint are for errors."""
         if self._transport is None or self._exchange is not None:
             raise RuntimeError("the connection is in use")
@@ -59,9 +59,9 @@ class EngineConnection(asyncio.Protocol):
         self._answered = False
         self._end = 0
         if len(body) < _WORTH_A_COPY:
-            self._transport.write(head + body)
+            self._transport.write(b"".join((head, body, tail)))
         else:
-            self._transport.writelines((head, body))
+            self._transport.writelines((head, body, tail) if tail else (head, body))
         return exchange
 
     def wait_until(self, moment: float | None) -> None:

@@ -203,10 +203,10 @@ class _Attempt:
         """Run the decode leg. KV that decode never heard of is released; with the rest decode deals itself."""
         self._sent = None
         try:
-            body = self._of.connector.decode_body(self._request, handoff)
+            body, tail = self._of.connector.decode_body(self._request, handoff)
             await breathe(len(body))
             self._refuse_stale()
-            return await self._decode(body)
+            return await self._decode(body, tail)
         except EngineFailedError as error:
             died = self._went_silent() and not isinstance(error, EngineTimeoutError)
             if died or self.leg == "lease":
@@ -219,8 +219,8 @@ class _Attempt:
     def _went_silent(self) -> bool:
         return self._sent is not None and not self._sent.status
 
-    def _asked(self, body: bytes) -> EngineRequest:
-        return EngineRequest(self._request.kind.route, body, self._headers, on_sent=self._note_sent)
+    def _asked(self, body: bytes | memoryview, tail: bytes = b"") -> EngineRequest:
+        return EngineRequest(self._request.kind.route, body, self._headers, on_sent=self._note_sent, tail=tail)
 
     def _note_sent(self, exchange: Exchange) -> None:
         self._sent = exchange
@@ -243,11 +243,13 @@ class _Attempt:
         if age >= self._of.config.lease_seconds * _USABLE:
             raise EngineFailedError(f"handoff: dropped after {age:.1f} s, prefill's lease is nearly over")
 
-    async def _decode(self, body: bytes) -> Answer:
+    async def _decode(self, body: bytes | memoryview, tail: bytes = b"") -> Answer:
         self.leg = "decode"
         decode = self._placement.decode
         try:
-            answer = await (self._decode_stream(body) if self._request.stream else self._decode_whole(body))
+            answer = await (self._decode_stream if self._request.stream else self._decode_whole)(
+                self._asked(body, tail)
+            )
             if answer.status >= _SERVER_ERROR:
                 failure = _answered("decode", decode, answer.status)
                 if "decode" not in self._retried:
@@ -260,16 +262,16 @@ class _Attempt:
         self._of.pools.succeeded(decode)
         return answer
 
-    async def _decode_whole(self, body: bytes) -> Answer:
+    async def _decode_whole(self, asked: EngineRequest) -> Answer:
         reply = await self._of.client.call(
-            self._placement.decode, self._asked(body), leg="decode", limit=self._limit(self._timeouts.headers)
+            self._placement.decode, asked, leg="decode", limit=self._limit(self._timeouts.headers)
         )
         self._trace.first_byte = self._of.clock()
         return _passed_on(reply, clean_reply(reply.body, self._request.fields))
 
-    async def _decode_stream(self, body: bytes) -> Answer:
+    async def _decode_stream(self, asked: EngineRequest) -> Answer:
         exchange = await self._of.client.open(
-            self._placement.decode, self._asked(body), leg="decode", limit=self._limit(self._timeouts.headers)
+            self._placement.decode, asked, leg="decode", limit=self._limit(self._timeouts.headers)
         )
         self._stream = exchange
         if exchange.status != _OK or not exchange.headers.get(b"content-type", b"").startswith(b"text/event-stream"):

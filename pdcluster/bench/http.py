@@ -21,6 +21,36 @@ def is_chunked(head: bytes) -> bool:
     return b"\r\ntransfer-encoding: chunked" in head.lower()
 
 
+class Incoming:
+    """What a socket brought: pieces, joined only once a whole message can be there."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._needed = 0
+
+    def add(self, data: bytes) -> None:
+        """Take a piece."""
+        self._pieces.append(data)
+        self._size += len(data)
+
+    def take(self) -> tuple[bytes, bytes] | None:
+        """Return head and body of the next whole message, None while there is none."""
+        if self._size < self._needed or not self._size:
+            return None
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        found = split_message(data)
+        if found is None:
+            stop = data.find(_END)
+            length = content_length(data[:stop]) if stop >= 0 else None
+            self._needed = stop + 4 + length if length is not None else 0
+            self._pieces = [data]
+            return None
+        head, body, rest = found
+        self._pieces, self._size, self._needed = [rest] if rest else [], len(rest), 0
+        return head, body
+
+
 def split_message(data: bytes) -> tuple[bytes, bytes, bytes] | None:
     """Return head, body and what follows of a whole message, None while it is incomplete."""
     stop = data.find(_END)

@@ -10,6 +10,7 @@ JSON body. Whatever breaks the protocol is counted and told by GET /breaches.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import uuid
 from typing import Any
@@ -17,9 +18,11 @@ from typing import Any
 import orjson
 import uvloop
 
-from pdcluster.bench.http import split_message
+from pdcluster.bench.http import Incoming
 
 _BACKLOG = 4096
+_GIANT = 1 << 20
+_NUMBER = re.compile(rb"\s*(\d+)")
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _MODEL = {"id": "m", "object": "model", "max_model_len": 1 << 20}
 _METRICS = b'vllm:num_requests_running{model_name="m"} 0.0\nvllm:num_requests_waiting{model_name="m"} 0.0\n'
@@ -49,7 +52,7 @@ class StandIn(asyncio.Protocol):
     def __init__(self, role: str, tally: Tally) -> None:
         self._role = role
         self._tally = tally
-        self._data = b""
+        self._incoming = Incoming()
         self._transport: asyncio.Transport | None = None
         self._streaming: asyncio.Task[None] | None = None
 
@@ -64,10 +67,10 @@ class StandIn(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Answer every whole request."""
-        self._data += data
-        while (message := split_message(self._data)) is not None:
-            head, body, self._data = message
-            self._answer(head.split(b" ", 2)[1], body)
+        self._incoming.add(data)
+        while (message := self._incoming.take()) is not None:
+            head, body = message
+            self._answer(head[: head.find(b"\r")].split(b" ", 2)[1], body)
 
     def _answer(self, path: bytes, body: bytes) -> None:
         if path == b"/breaches":
@@ -79,9 +82,9 @@ class StandIn(asyncio.Protocol):
         elif not body:
             self._send({})
         elif self._role == "prefill":
-            self._prefill(orjson.loads(body))
+            self._prefill(_fields(body))
         else:
-            self._decode(orjson.loads(body))
+            self._decode(_fields(body))
 
     def _prefill(self, request: dict[str, Any]) -> None:
         tally = self._tally
@@ -139,6 +142,17 @@ class StandIn(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    """Return the fields that matter; of a giant only these are looked for, so that no stream of ours waits for it."""
+    if len(body) < _GIANT:
+        fields: dict[str, Any] = orjson.loads(body)
+        return fields
+    start = body.rfind(b'"kv_transfer_params":')
+    params = orjson.loads(body[start + 21 : body.find(b"}", start) + 1]) if start >= 0 else None
+    tokens = body.rfind(b'"max_tokens":')
+    return {"max_tokens": int(_NUMBER.match(body, tokens + 13)[1]), "kv_transfer_params": params}  # type: ignore[index]
 
 
 def _completion(answer_id: str, text: str, tokens: int) -> dict[str, Any]:

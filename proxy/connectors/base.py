@@ -22,8 +22,8 @@ class Connector(Protocol):
         """Return the handoff in prefill's reply, None where there is no usable one."""
         ...
 
-    def decode_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
-        """Return the body of the decode leg: the client's own and the handoff."""
+    def decode_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> tuple[bytes | memoryview, bytes]:
+        """Return the body of the decode leg in two parts: the client's own, without its last brace, and the handoff."""
         ...
 
     def release_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:

@@ -63,14 +63,14 @@ class NixlConnector:
                 return None
         return params
 
-    def decode_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
+    def decode_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> tuple[bytes | memoryview, bytes]:
         """Return the client's bytes with the handoff added before the last brace, so that nothing else can change."""
         if has_transfer_fields(request.fields):
-            return without_transfer_fields(request.raw, kv_transfer_params=handoff)
+            return without_transfer_fields(request.raw, kv_transfer_params=handoff), b""
         end = len(request.raw.rstrip()) - 1
         comma = b"," if request.fields else b""
         field = b'"kv_transfer_params":' + orjson.dumps(handoff) + b"}"
-        return b"".join((memoryview(request.raw)[:end], comma, field))
+        return memoryview(request.raw)[:end], comma + field
 
     def release_body(self, request: InferenceRequest, handoff: Mapping[str, Any]) -> bytes:
         """Return a completion of more tokens than any context holds.
