@@ -20,6 +20,8 @@ from pdcluster.state import RunDirectory
 
 START_LIMIT_S = 420
 
+PARSER = "[--enable-auto-tool-choice, --tool-call-parser, hermes]"
+
 
 class Cluster:
     """A launched cluster: its endpoint, its engines by name, and its command line."""
@@ -136,6 +138,22 @@ def aggregated(tmp_path_factory, models):
     """The aggregated tiny engine; it loads while the cluster does."""
     with aggregated_engine("tiny", tmp_path_factory.mktemp("aggregated")) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def two_by_two(tmp_path_factory, aggregated):
+    """Two prefill and two decode engines for several modules, the last of which takes them down.
+
+    They parse tool calls: vLLM 0.32 refuses every tool choice but "none" without a parser.
+    """
+    parsers = [item for role in ("prefill", "decode") for item in ("--set", f"pools.{role}.extra_args={PARSER}")]
+    cluster = Cluster(tmp_path_factory.mktemp("home"), "e2e", free_port())
+    try:
+        cluster.launch("--prefill", "2", "--decode", "2", "--model", "tiny", *parsers)
+        wait_healthy(aggregated)
+        yield cluster
+    finally:
+        cluster.down()
 
 
 @pytest.fixture(scope="module")

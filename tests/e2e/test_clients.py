@@ -8,11 +8,9 @@ import openai
 import pytest
 
 from tests.e2e.answers import APIS, PATHS, body, words
-from tests.e2e.conftest import wait_healthy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-PARSER = "[--enable-auto-tool-choice, --tool-call-parser, hermes]"
 QUESTION = [{"role": "user", "content": words(60, seed=11)}]
 TOOL = {
     "type": "function",
@@ -31,12 +29,8 @@ GREEDY = {"model": "tiny", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def cluster(new_cluster, aggregated):
-    """One pair whose engines parse tool calls; vLLM 0.32 refuses every tool choice but "none" without a parser."""
-    parsers = [item for role in ("prefill", "decode") for item in ("--set", f"pools.{role}.extra_args={PARSER}")]
-    made = new_cluster("clients", "--prefill", "1", "--decode", "1", "--model", "tiny", *parsers)
-    wait_healthy(aggregated)
-    return made
+def cluster(two_by_two):
+    return two_by_two
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from proxy.metrics import Metrics
 from proxy.release import Releases
 from proxy.request import KINDS, InferenceRequest
 from tests.e2e.answers import APIS, Ties, ask, body, same, token_prompt, words
-from tests.e2e.conftest import eventually, metric, wait_healthy
+from tests.e2e.conftest import eventually, metric
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -53,10 +53,9 @@ LENGTHS += (511, 512, 513, 610, 700, 800, 900, 987, 1023, 1024, 1025, 1300, 1597
 
 
 @pytest.fixture(scope="module")
-def cluster(new_cluster, aggregated):
-    made = new_cluster("e2e", "--prefill", "2", "--decode", "2", "--model", "tiny")
-    wait_healthy(aggregated)
-    return made
+def cluster(two_by_two):
+    yield two_by_two
+    two_by_two.down()  # the next modules need its memory
 
 
 def completion(prompt, tokens=12, **more):
@@ -71,7 +70,7 @@ def test_greedy_answers_equal_the_aggregated_ones_for_prompts_of_1_to_3000_token
     assert len(LENGTHS) >= 40
     ties = Ties()
     for length in LENGTHS:
-        request = completion(token_prompt(length, seed=1))
+        request = completion(token_prompt(length, seed=1), tokens=8)
         expected = ask(aggregated, "completions", request)
         for stream in (False, True):
             got = ask(cluster.url, "completions", request, stream=stream)

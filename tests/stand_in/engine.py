@@ -247,7 +247,7 @@ class StandIn:
     def _prefill(self, seen, fault):
         request_id = seen.headers.get("x-request-id")
         self.wire.attempts.add(request_id)
-        handoff_id = f"{request_id}-{len(self.wire.issued):08x}"
+        handoff_id = f"{request_id}-{len(self.wire.attempts):08x}"
         self.wire.issued[handoff_id] = request_id
         self.wire.models[handoff_id] = seen.json.get("model")
         handoff = {
