@@ -59,6 +59,9 @@ class Cluster:
         return processes.members(sessions)
 
     def down(self):
+        """Take it down, unless that was done."""
+        if self.client.is_closed:
+            return
         before = self.processes()
         done = self.run("down", limit=120)
         assert done.returncode == 0, done.stderr
