@@ -58,9 +58,11 @@ class ApiKeys:
 
 def presented_key(headers: Mapping[bytes, bytes]) -> bytes | None:
     """Return the key of `Authorization: Bearer KEY`, or of `x-api-key`, as clients of Anthropic's API send it."""
-    scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
-    if scheme.lower() == b"bearer" and value.strip():
-        return value.strip()
+    given = headers.get(b"authorization")
+    if given is not None and given[:7].lower() == b"bearer ":
+        value = given[7:].strip()
+        if value:
+            return value
     return headers.get(b"x-api-key") or None
 
 

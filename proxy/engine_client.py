@@ -121,15 +121,25 @@ class EngineClient:
 
     async def open(self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit) -> Exchange:
         """Send a request and wait for status and headers; the caller closes the exchange."""
-        exchange = await self._begin(endpoint, request, leg)
+        pool = self._pools.get(endpoint.url)
+        if pool is None:
+            pool = self._pools[endpoint.url] = _Pool(endpoint.url)
+        head = _head(request, pool)
+        connection = pool.reuse()
         while True:
+            fresh = connection is None
+            if connection is None:
+                connection = await self._connect(pool, f"{leg}: {endpoint.name}")
+            exchange = connection.send(head, request.body, request.tail, leg, endpoint.name)
+            if request.on_sent is not None:
+                request.on_sent(exchange)
             try:
                 await exchange.opened(limit)
             except EngineFailedError:
                 exchange.close()
-                if not request.replayable or not exchange.untouched:
+                if fresh or not request.replayable or not exchange.untouched:
                     raise
-                exchange = await self._begin(endpoint, request, leg, fresh=True)
+                connection = None
             except BaseException:
                 _leave(exchange, request)
                 raise
@@ -152,19 +162,6 @@ class EngineClient:
             exchange.close()
             raise
         return EngineReply(exchange.status, exchange.headers, body)
-
-    async def _begin(self, endpoint: Endpoint, request: EngineRequest, leg: str, *, fresh: bool = False) -> Exchange:
-        """Send a request on an idle connection, or on a new one."""
-        pool = self._pools.get(endpoint.url)
-        if pool is None:
-            pool = self._pools[endpoint.url] = _Pool(endpoint.url)
-        connection = None if fresh else pool.reuse()
-        if connection is None:
-            connection = await self._connect(pool, f"{leg}: {endpoint.name}")
-        exchange = connection.send(_head(request, pool), request.body, request.tail, leg, endpoint.name)
-        if request.on_sent is not None:
-            request.on_sent(exchange)
-        return exchange
 
     async def get(self, endpoint: Endpoint, path: str, limit: float, headers: bytes) -> EngineReply:
         """GET within `limit` seconds."""

@@ -70,14 +70,14 @@ class RateLimits:
         """Return requests and tokens of this minute and of the one before, over all workers."""
         current, before = [0, 0], [0, 0]
         column = self._first + key.index * COLUMNS_PER_KEY
-        for cells in self._counts.part(column, COLUMNS_PER_KEY):
-            for start in (0, COLUMNS_PER_KEY // 2):
-                if cells[start] == minute:
-                    current[0] += cells[start + _REQUESTS]
-                    current[1] += cells[start + _TOKENS]
-                elif cells[start] == minute - 1:
-                    before[0] += cells[start + _REQUESTS]
-                    before[1] += cells[start + _TOKENS]
+        for first, requests, tokens, second, more_requests, more_tokens in self._counts.part(column, COLUMNS_PER_KEY):
+            for when, asked, took in ((first, requests, tokens), (second, more_requests, more_tokens)):
+                if when == minute:
+                    current[0] += asked
+                    current[1] += took
+                elif when == minute - 1:
+                    before[0] += asked
+                    before[1] += took
         return current, before
 
     def _add(self, key: ApiKey, minute: int, requests: int, tokens: int) -> None:

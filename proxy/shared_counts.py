@@ -46,6 +46,8 @@ class SharedCounts:
 
     def part(self, column: int, width: int) -> list[list[int]]:
         """Return so many cells from a column on, of every worker."""
+        if self.rows == 1:
+            return [self._cells[column : column + width].tolist()]
         rows = range(0, self.rows * self.columns, self.columns)
         return [self._cells[start + column : start + column + width].tolist() for start in rows]
 
