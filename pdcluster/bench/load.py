@@ -18,6 +18,7 @@ from pdcluster.bench.http import ends_stream, split_message
 
 _LIMIT_S = 120.0
 _WARM_UP = 64
+_EVENT = b"data: {"
 _WORDS = "lorem ipsum dolor "
 
 
@@ -95,7 +96,8 @@ class _Connection(asyncio.Protocol):
             self._seen.gaps.append(now - self._last)
         self._last = now
         if self._load.stream:
-            self._events += data.count(b"data: {")
+            # A mark may lie across two reads: its first bytes are counted with the piece that ends it.
+            self._events += (self._data[1 - len(_EVENT) :] + data).count(_EVENT)
             self._data = (self._data + data)[-64:]
             if ends_stream(self._data):
                 self._end(self._wrong_stream())

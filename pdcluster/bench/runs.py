@@ -46,10 +46,15 @@ def run_all(cases: Sequence[Case], rounds: int, workers: int, say: Callable[[str
     runs: list[Run] = []
     with ExitStack() as stack:
         stack.callback(stop, start_stand_ins(ports))
-        routers = [start_ours(ports, workers), *([start_vllm_router(ports)] if peer else [])]
-        relay = start_tcp_relay(ports)
-        for router in (*routers, relay):
-            stack.callback(router.stop)
+
+        def until_the_end(router: Router) -> Router:
+            stack.callback(router.stop)  # at once: the next one may not come up
+            return router
+
+        routers = [until_the_end(start_ours(ports, workers))]
+        if peer:
+            routers.append(until_the_end(start_vllm_router(ports)))
+        relay = until_the_end(start_tcp_relay(ports))
         for number in range(rounds):
             for case in cases:
                 for router in [*routers, *([relay] if case.floor else [])]:

@@ -4,15 +4,18 @@ import asyncio
 import json
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
+from pdcluster.bench import runs
 from pdcluster.bench.cases import CASES, Measurement, percentile, scaled
 from pdcluster.bench.http import split_message
-from pdcluster.bench.load import Load, Seen, put, request_bytes
+from pdcluster.bench.load import Load, Seen, _Connection, put, request_bytes
 from pdcluster.bench.report import OURS, PEER, make_rows
 from pdcluster.bench.runs import Run
 from pdcluster.bench.stand_ins import StandIn, Tally
+from pdcluster.errors import UserError
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 EVENT = b'data: {"choices":[{"delta":{"content":" tok"}}]}\n\n'
@@ -30,7 +33,7 @@ def run_of(router, cpu, *, requests=10, events=640, gaps=(), case="paced"):
 
 def test_ratios_are_made_round_by_round_and_judged_against_the_aim():
     (paced,) = [case for case in CASES if case.name == "paced"]
-    runs = [
+    made = [
         run_of(OURS, 0.8),
         run_of(PEER, 1.0),
         run_of(OURS, 1.8),
@@ -38,7 +41,7 @@ def test_ratios_are_made_round_by_round_and_judged_against_the_aim():
         run_of(OURS, 1),
         run_of(PEER, 1),
     ]
-    row = make_rows([paced], runs)[0]
+    row = make_rows([paced], made)[0]
     assert (round(row.ratio, 3), row.ratio_range) == (0.9, (0.8, 1.0))
     assert (row.met, row.target) == (False, "<= 0.85")
     assert row.ours == pytest.approx(1e6 / 640)
@@ -102,6 +105,30 @@ async def test_only_the_whole_answer_counts(stream, answer, wrong):
     await asyncio.sleep(0)
 
 
+async def test_events_are_counted_wherever_a_read_ends():
+    answer = chunked(EVENT, EVENT, b"data: [DONE]\n\n")
+    for cut in range(len(HEAD), len(answer)):
+        seen = Seen()
+        connection = _Connection(Load(0, concurrency=1, requests=1, tokens=2), seen)
+        connection.connection_made(Mock())
+        told = connection.ask(b"")
+        connection.data_received(answer[:cut])
+        connection.data_received(answer[cut:])
+        assert (await asyncio.wait_for(told, 1), seen.events) == ("", 2), cut
+
+
+def test_a_router_that_does_not_come_up_leaves_no_other_running(monkeypatch):
+    ours, engines, stopped = Mock(), Mock(), []
+    monkeypatch.setattr(runs, "start_stand_ins", lambda ports: engines)
+    monkeypatch.setattr(runs, "start_ours", lambda ports, workers: ours)
+    monkeypatch.setattr(runs, "start_vllm_router", Mock(side_effect=UserError("not ready")))
+    monkeypatch.setattr(runs, "stop", stopped.append)
+    with pytest.raises(UserError, match="not ready"):
+        runs.run_all(CASES, 1, 1, print, peer=True)
+    ours.stop.assert_called_once_with()
+    assert stopped == [engines]
+
+
 async def test_stand_ins_count_what_breaks_the_protocol():
     loop, tally = asyncio.get_running_loop(), Tally()
     server = await loop.create_server(lambda: StandIn("decode", tally), "127.0.0.1", 0)
@@ -135,7 +162,6 @@ def test_an_unknown_case_and_a_missing_peer_are_refused_in_words(monkeypatch):
     done = pdcluster("--cases", "fast")
     assert (done.returncode, "there are paced, burst" in done.stderr) == (2, True)
     from pdcluster.bench import routers
-    from pdcluster.errors import UserError
 
     monkeypatch.setattr(routers.shutil, "which", lambda _: None)
     monkeypatch.setattr(routers.sys, "executable", "/nowhere/python")
