@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,15 +21,16 @@ from proxy.connectors import CONNECTORS
 from proxy.endpoints import Endpoint, Pools, State
 from proxy.engine_client import EngineClient
 from proxy.errors import MethodNotAllowedError, NotFoundError, ProxyError
-from proxy.firewall import Authorization, headers_for_engine
+from proxy.firewall import Authorization, RequestIds, headers_for_engine
 from proxy.gate import Gate
 from proxy.handoff import Handoffs
-from proxy.inference import Services
+from proxy.inference import Route, Services
 from proxy.load import Watcher
+from proxy.metrics import COLUMNS as METRIC_COLUMNS
 from proxy.metrics import Metrics
 from proxy.rate_limits import COLUMNS_PER_KEY, RateLimits
 from proxy.release import Releases
-from proxy.request import KINDS
+from proxy.request import KINDS, PASSED_ON
 from proxy.routes import error_response, hot_routes, make_router
 from proxy.scheduling.pickers import BestPicker
 from proxy.scheduling.profile import Scheduler
@@ -42,11 +44,15 @@ _FIRST_LOOK_S = 2.0
 
 
 class _Application(FastAPI):
-    """FastAPI, with the routes that carry the load in front of its layers. They are known to it as well."""
+    """FastAPI, with the routes that carry the load in front of its layers. They are known to it as well.
 
-    def __init__(self, hot: Mapping[str, ASGIApp], cors_origins: Sequence[str], **settings: Any) -> None:
+    `direct` are those that our own server may call without ASGI: none where a middleware has to see them.
+    """
+
+    def __init__(self, hot: Mapping[str, Route], cors_origins: Sequence[str], **settings: Any) -> None:
         super().__init__(**settings)
-        self._hot = hot
+        self._hot = {path: route for path, route in hot.items() if "POST" in PASSED_ON.get(path, ("POST",))}
+        self.direct = {} if cors_origins else {path.encode(): route for path, route in self._hot.items()}
         self._entry: ASGIApp = self._dispatch
         if cors_origins:
             self._entry = CORSMiddleware(
@@ -70,18 +76,29 @@ class _Application(FastAPI):
 
 
 def shared_counts(config: ProxyConfig, workers: int) -> SharedCounts:
-    """Return the table that the workers of a proxy share: requests in flight, then what API keys have used."""
-    keys = 0 if config.api_keys is None else len(config.api_keys)
+    """Return the table that the workers of a proxy share: requests in flight, what API keys have used, metrics."""
     endpoints = len(config.endpoints)
-    return SharedCounts(endpoints + keys * COLUMNS_PER_KEY, workers, volatile=endpoints)
+    return SharedCounts(_first_of_metrics(config) + METRIC_COLUMNS, workers, volatile=endpoints)
 
 
-def create_app(config: ProxyConfig, rng: random.Random | None = None, counts: SharedCounts | None = None) -> FastAPI:
+def _first_of_metrics(config: ProxyConfig) -> int:
+    keys = 0 if config.api_keys is None else len(config.api_keys)
+    return len(config.endpoints) + keys * COLUMNS_PER_KEY
+
+
+def create_app(
+    config: ProxyConfig,
+    rng: random.Random | None = None,
+    counts: SharedCounts | None = None,
+    kv_store: Path | None = None,
+) -> FastAPI:
     """Return the application; it starts probing engines when it starts and closes its connections when it ends.
 
-    `counts` is the table shared with other workers, None for a proxy of one process.
+    `counts` is the table shared with other workers, `kv_store` the file in which they keep the engines' KV transfer
+    figures; None for a proxy of one process.
     """
-    services = _make_services(config, rng or random.Random(), counts or shared_counts(config, 1))  # noqa: S311 - spreads load, guards nothing
+    rng = rng or random.Random()  # noqa: S311 - spreads load, guards nothing
+    services = _make_services(config, rng, counts or shared_counts(config, 1), kv_store)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -108,13 +125,14 @@ def create_app(config: ProxyConfig, rng: random.Random | None = None, counts: Sh
     return app
 
 
-def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts) -> Services:
+def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts, kv_store: Path | None) -> Services:
     """Put together what the routes work with."""
     endpoints = tuple(Endpoint(item, counts=counts, column=index) for index, item in enumerate(config.endpoints))
     pools = Pools(endpoints, config.excluded_pairs, _log_change)
     client = EngineClient(config.timeouts)
-    metrics = Metrics(endpoints)
+    metrics = Metrics(endpoints, counts, _first_of_metrics(config), kv_store)
     authorization = Authorization(config.engine_api_key, pass_on=config.api_keys is None)
+    ids = RequestIds()
     probe_headers = headers_for_engine({}, "probe", authorization)
     handoffs = Handoffs(
         config=config,
@@ -125,6 +143,7 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
         metrics=metrics,
         releases=Releases(client, pools, metrics),
         authorization=authorization,
+        ids=ids,
         clock=time.monotonic,
     )
     return Services(
@@ -135,6 +154,7 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
         metrics=metrics,
         gate=Gate(config.api_keys, RateLimits(counts, len(endpoints), time.time), metrics),
         authorization=authorization,
+        ids=ids,
     )
 
 
@@ -164,7 +184,7 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 def _counted(request: Request, error: ProxyError) -> Response:
     """Answer an error outside the routes that count for themselves."""
     metrics: Metrics = request.app.state.metrics
-    metrics.requests.labels("other", outcome_of(error.status)).inc()
+    metrics.requests.inc("other", outcome_of(error.status))
     return error_response(error, anthropic=_is_anthropic(request))
 
 

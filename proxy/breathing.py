@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-_LARGE = 1 << 19
+# Bytes that are worked on in one go from which on others should have their turn before and after.
+LARGE = 1 << 19
 
 
-async def breathe(size: int) -> None:
-    """Give way to others where `size` bytes were or will be worked on in one go, if that is much."""
-    if size > _LARGE:
-        await asyncio.sleep(0)
+async def breathe() -> None:
+    """Give way to others."""
+    await asyncio.sleep(0)

@@ -199,19 +199,18 @@ def _serve(config: ProxyConfig, flags: dict[str, Any]) -> None:
 
         serve(config, _settings(flags, listener, admin))
         return
-    from proxy.workers import Workers, forget_metrics, share_metrics
+    import tempfile
 
-    directory = share_metrics()
-    try:
-        from proxy.app import shared_counts
-        from proxy.serving import serve, set_up_logging, spare_collector
+    from proxy.app import shared_counts
+    from proxy.serving import serve, set_up_logging, spare_collector
+    from proxy.workers import Workers
 
-        set_up_logging(flags["log_level"])
-        counts, settings = shared_counts(config, count), _settings(flags, listener, admin)
+    set_up_logging(flags["log_level"])
+    counts, settings = shared_counts(config, count), _settings(flags, listener, admin)
+    with tempfile.TemporaryDirectory(prefix="pdcluster-proxy-") as directory:
+        kv_store = Path(directory) / "kv_transfer.json"
         spare_collector()
-        Workers(counts, lambda: serve(config, settings, counts), flags["shutdown_grace"]).serve()
-    finally:
-        forget_metrics(directory)
+        Workers(counts, lambda: serve(config, settings, counts, kv_store), flags["shutdown_grace"]).serve()
 
 
 def _settings(flags: dict[str, Any], listener: socket.socket, admin: socket.socket | None) -> ServerSettings:

@@ -32,6 +32,10 @@ class Transform(Protocol):
         """Return what the client gets of the next bytes."""
         ...
 
+    def takes(self, data: bytes, start: int) -> bool:
+        """Tell whether a chunk may go out as it came, and take note of it then. See `exchange.Sink.chunk`."""
+        ...
+
     def end(self, error: EngineFailedError | None) -> bytes:
         """Return the last bytes."""
         ...

@@ -1,17 +1,20 @@
 """uvicorn's HTTP protocol and more: limits on slow clients, whole bodies, streams written straight to the socket.
 
-A request's scope carries a `LinkedClient`, through which a stream goes from an engine's socket to the client's.
-Everything else is uvicorn's: parsing, keep-alive, pipelining, the ASGI task, the head of the response.
+A request's scope carries a `LinkedClient`, through which a stream goes from an engine's socket to the client's. An
+application may have routes that need no more than that (`direct`): they are called without a scope, a cycle and the
+layers of ASGI. Everything else is uvicorn's: parsing, keep-alive, pipelining, the ASGI task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal, Protocol
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -24,8 +27,9 @@ from proxy.errors import (
     SlowClientError,
     error_body,
 )
-from proxy.linked_client import LinkedClient
+from proxy.linked_client import LinkedClient, Turn
 
+_LOG = logging.getLogger("proxy.client_protocol")
 # A body must come at this pace at least, measured over each `ClientLimits.body_seconds`.
 _SLOWEST_BODY = 1024
 _LINGER_S = 2.0
@@ -33,6 +37,15 @@ _GOODBYE_S = 0.5
 # Requests that a client may send before their turn.
 _PIPELINE = 16
 _Awaited = Literal["head", "body", ""]
+_Headers = dict[bytes, bytes]
+
+
+class DirectRoute(Protocol):
+    """A route that is served without ASGI; only POST."""
+
+    def serve(self, client: LinkedClient, method: str, headers: _Headers) -> Coroutine[Any, Any, None]:
+        """Answer a request; of a header that occurs twice the last value counts."""
+        ...
 
 
 def protocol_class(limits: ClientLimits) -> type[asyncio.Protocol]:
@@ -44,7 +57,11 @@ class ClientProtocol(HttpToolsProtocol):
     """One client's connection."""
 
     def __init__(self, limits: ClientLimits, *args: Any, **kwargs: Any) -> None:
+        self._fields: _Headers = {}
+        self.on_header = self._fields.__setitem__  # type: ignore[method-assign,assignment]  # no call of ours
         super().__init__(*args, **kwargs)
+        self._direct: Mapping[bytes, DirectRoute] = getattr(self.app, "direct", {})
+        self._waiting: deque[tuple[LinkedClient, DirectRoute, _Headers] | None] = deque()  # None: see `pipeline`
         self._limits = limits
         self._receiving: LinkedClient = None  # type: ignore[assignment]  # set before any body comes
         self._clients: deque[LinkedClient] = deque()  # the one that is served, then pipelined ones
@@ -71,7 +88,13 @@ class ClientProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._head_size += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("this is not HTTP/1.1")
+            return
+        except httptools.HttpParserUpgrade:  # the request is served as it is, the offer to go on otherwise is not taken
+            self.cycle.keep_alive = False
         if self._refused or self.transport.is_closing():
             return
         if self._in_head and self._head_size > self._limits.head_bytes:
@@ -115,29 +138,82 @@ class ClientProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Note that a head has begun."""
-        super().on_message_begin()
+        self.url = b""
+        self._fields.clear()
         self._in_head = True
         self._in_body = False
 
     def on_headers_complete(self) -> None:
-        """Begin the request, its client in its scope."""
+        """Begin the request."""
         self._in_head = False
         self._in_body = True
         if self._head_size > self._limits.head_bytes:  # else it cannot be
-            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self._fields.items())
             if size > self._limits.head_bytes:
                 self._refusal = HeadersTooLargeError(f"the headers are over {self._limits.head_bytes} bytes")
                 raise self._refusal
-        before = self.cycle
-        super().on_headers_complete()
-        if self.cycle is before:
-            return  # an upgrade
-        client = LinkedClient(self.cycle)
-        self.scope["extensions"] = {EXTENSION: client}  # type: ignore[dict-item]
-        self._clients.append(client)
+        headers = {name.lower(): value for name, value in self._fields.items()}
+        parser = self.parser
+        route = self._direct.get(self.url) if parser.get_method() == b"POST" else None
+        queued = self.cycle is not None and not self.cycle.response_complete
+        if route is None:
+            self._begin_by_asgi(headers, queued=queued)
+        else:
+            self._begin(route, headers, queued=queued)
         if len(self._clients) <= _PIPELINE:
             self.flow.resume_reading()  # a client is only known to have left while its socket is read
+        else:
+            self.flow.pause_reading()
+
+    def _begin(self, route: DirectRoute, headers: _Headers, *, queued: bool) -> None:
+        parser = self.parser
+        chunked = parser.get_http_version() != "1.0"
+        expects = b"expect" in headers and headers[b"expect"].lower() == b"100-continue"
+        turn = Turn(
+            self.transport,
+            self.flow,
+            self.server_state.default_headers,
+            self.on_response_complete,
+            keep_alive=chunked and parser.should_keep_alive(),
+            expects_100=expects,
+        )
+        self.cycle = turn  # type: ignore[assignment]
+        self._receiving = client = LinkedClient(turn, chunked=chunked)
+        self._clients.append(client)
+        if queued:
+            self._waiting.append((client, route, headers))
+        else:
+            self._start(client, route, headers)
+
+    def _start(self, client: LinkedClient, route: DirectRoute, headers: _Headers) -> None:
+        task = self.loop.create_task(route.serve(client, "POST", headers))
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Close the connection where the answer broke off: the client must not take it for whole."""
+        self.tasks.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            if not task.cancelled():
+                _LOG.error("an answer broke off", exc_info=task.exception())
+            self.transport.close()
+
+    def _begin_by_asgi(self, headers: _Headers, *, queued: bool) -> None:
+        """Have uvicorn begin the request, its client in its scope."""
+        url = self.url
+        super().on_message_begin()
+        self.url = url
+        self.headers.extend(headers.items())
+        self.expect_100_continue = headers.get(b"expect", b"").lower() == b"100-continue"
+        super().on_headers_complete()
+        if queued:
+            self._waiting.append(None)
+        cycle = self.cycle
+        chunked = self.scope["http_version"] != "1.0"
+        client = LinkedClient(cycle, chunked=chunked, send=cycle.send, scope=self.scope)  # type: ignore[arg-type]
+        self.scope["extensions"] = {EXTENSION: client}  # type: ignore[dict-item]
         self._receiving = client
+        self._clients.append(client)
 
     def on_body(self, body: bytes) -> None:
         """Gather up to the limit; what comes after the answer is dropped."""
@@ -148,12 +224,16 @@ class ClientProtocol(HttpToolsProtocol):
         client.pieces.append(body)
         if client.size > self._limits.body_bytes:
             self.flow.pause_reading()
-            self.cycle.message_event.set()
+            client.wake()
 
     def on_message_complete(self) -> None:
         """Note that the request is all there."""
         self._in_body = False
-        super().on_message_complete()
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.more_body = False
+            cycle.message_event.set()
+            self._receiving.wake()
 
     # uvicorn
 
@@ -165,12 +245,19 @@ class ClientProtocol(HttpToolsProtocol):
             return
         self.flow.resume_reading()
         self._idle_since = self.loop.time()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+        if self._waiting:
+            following = self._waiting.popleft()
+            if following is None:
+                self._start_asgi_task(*self.pipeline.pop())
+            else:
+                self._start(*following)
         elif self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_handler()
         if self._in_body:
             self._arm(_LINGER_S, self.transport.close)
+
+    def _should_upgrade(self) -> bool:
+        return False  # there are no WebSockets here
 
     def _unset_keepalive_if_required(self) -> None:
         """Leave the timer armed: it looks whether the connection is idle, and one timer does for many requests."""

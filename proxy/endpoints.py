@@ -27,21 +27,12 @@ class Endpoint:
     failures: int = 0
     reason: str = "not probed yet"
     ready: bool = False  # requests may go there
+    name: str = field(init=False)  # in metrics and logs
+    url: str = field(init=False)
+    role: Role = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """The name in metrics and logs."""
-        return self.config.name
-
-    @property
-    def url(self) -> str:
-        """The base URL."""
-        return self.config.url
-
-    @property
-    def role(self) -> Role:
-        """The pool."""
-        return self.config.role
+    def __post_init__(self) -> None:
+        self.name, self.url, self.role = self.config.name, self.config.url, self.config.role
 
     @property
     def in_flight(self) -> int:
@@ -50,11 +41,11 @@ class Endpoint:
 
     def take(self) -> None:
         """Count a request as in flight; `give` ends that."""
-        self.counts.add(self.column, 1)
+        self.counts.mine[self.column] += 1
 
     def give(self) -> None:
         """Count it no more."""
-        self.counts.add(self.column, -1)
+        self.counts.mine[self.column] -= 1
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
@@ -73,26 +64,25 @@ class Pools:
     endpoints: tuple[Endpoint, ...]
     excluded: frozenset[tuple[str, str]] = frozenset()
     on_change: Callable[[Endpoint, State], None] = field(default=lambda _endpoint, _state: None)
-    _by_role: dict[Role, tuple[Endpoint, ...]] = field(init=False, repr=False)
+    _ready: dict[Role, list[Endpoint]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        roles: tuple[Role, ...] = ("prefill", "decode")
-        self._by_role = {role: tuple(item for item in self.endpoints if item.role == role) for role in roles}
+        self._sort()
 
-    def of_role(self, role: Role) -> Sequence[Endpoint]:
-        """Return the endpoints of one pool."""
-        return self._by_role[role]
+    def ready(self, role: Role) -> Sequence[Endpoint]:
+        """Return the endpoints of one pool that requests may go to."""
+        return self._ready[role]
 
-    def partners(self, decode: Endpoint) -> list[Endpoint]:
+    def partners(self, decode: Endpoint) -> Sequence[Endpoint]:
         """Return the ready prefill endpoints that may serve with this decode endpoint."""
-        ready = [prefill for prefill in self._by_role["prefill"] if prefill.ready]
+        ready = self._ready["prefill"]
         if not self.excluded:
             return ready
         return [prefill for prefill in ready if (prefill.name, decode.name) not in self.excluded]
 
     def has_pair(self) -> bool:
         """Tell whether one prefill and one decode can serve together now."""
-        return any(decode.ready and self.partners(decode) for decode in self.of_role("decode"))
+        return any(self.partners(decode) for decode in self._ready["decode"])
 
     def succeeded(self, endpoint: Endpoint) -> None:
         """Note that an endpoint answered as it should."""
@@ -121,4 +111,9 @@ class Pools:
         before, endpoint.state, endpoint.reason = endpoint.state, state, reason
         endpoint.ready = state == "ready"
         if before != state:
+            self._sort()
             self.on_change(endpoint, before)
+
+    def _sort(self) -> None:
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        self._ready = {role: [item for item in self.endpoints if item.ready and item.role == role] for role in roles}

@@ -119,8 +119,10 @@ class EngineClient:
         self._connect_limit = timeouts.connect
         self._pools: dict[str, _Pool] = {}
 
-    async def open(self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit) -> Exchange:
-        """Send a request and wait for status and headers; the caller closes the exchange."""
+    async def open(
+        self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit, whole: bool = False
+    ) -> Exchange:
+        """Send a request and wait for status and headers, or for the whole answer; the caller closes the exchange."""
         pool = self._pools.get(endpoint.url)
         if pool is None:
             pool = self._pools[endpoint.url] = _Pool(endpoint.url)
@@ -130,7 +132,7 @@ class EngineClient:
             fresh = connection is None
             if connection is None:
                 connection = await self._connect(pool, f"{leg}: {endpoint.name}")
-            exchange = connection.send(head, request.body, request.tail, leg, endpoint.name)
+            exchange = connection.send(head, request.body, request.tail, leg, endpoint.name, whole)
             if request.on_sent is not None:
                 request.on_sent(exchange)
             try:
@@ -148,20 +150,8 @@ class EngineClient:
 
     async def call(self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit) -> EngineReply:
         """Send a request and read the whole answer within the limit."""
-        since = time.monotonic()
-        exchange = await self.open(endpoint, request, leg=leg, limit=limit)
-        body = exchange.arrived()
-        if body is not None:
-            return EngineReply(exchange.status, exchange.headers, body)
-        try:
-            body = await exchange.whole(limit, since)
-        except asyncio.CancelledError:
-            _leave(exchange, request)
-            raise
-        except EngineFailedError:
-            exchange.close()
-            raise
-        return EngineReply(exchange.status, exchange.headers, body)
+        exchange = await self.open(endpoint, request, leg=leg, limit=limit, whole=True)
+        return EngineReply(exchange.status, exchange.headers, exchange.arrived())
 
     async def get(self, endpoint: Endpoint, path: str, limit: float, headers: bytes) -> EngineReply:
         """GET within `limit` seconds."""

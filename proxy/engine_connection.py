@@ -17,6 +17,22 @@ _WORTH_A_COPY = 1 << 16
 _FIRST_FINAL_STATUS, _LAST_STATUS = 200, 599
 _WITHOUT_BODY = (204, 304)
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+_LONGEST_CHUNK = 4096
+
+
+def _size_line(length: int) -> bytes:
+    """Return the size line that a chunk of so many bytes has, framing included; what no chunk has where there is none.
+
+    The last chunk of all, which is empty, is not among them.
+    """
+    for digits in range(1, 5):
+        size = length - digits - 4
+        if size > 0 and len(b"%x" % size) == digits:
+            return b"%x\r\n" % size
+    return b"no chunk"
+
+
+_SIZE_LINES = [_size_line(length) for length in range(_LONGEST_CHUNK)]
 
 
 class EngineConnection(asyncio.Protocol):
@@ -32,6 +48,11 @@ class EngineConnection(asyncio.Protocol):
         self._raw_headers: dict[bytes, bytes] = {}
         self.on_body = self._body.append
         self.on_header = self._raw_headers.__setitem__
+        # Whether the parser stands between two chunks: at every beginning and end of one the two change places.
+        self._gap = [True, False]
+        self.on_chunk_header = self.on_chunk_complete = self._gap.reverse
+        self._take: Callable[[bytes, int], bool] | None = None
+        self._between = False
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
         self._until_close = False
@@ -51,11 +72,13 @@ class EngineConnection(asyncio.Protocol):
         """Tell whether another exchange may begin."""
         return self._exchange is None and self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes | memoryview, tail: bytes, leg: str, endpoint: str) -> Exchange:
-        """Begin an exchange; leg and endpoint are for errors."""
+    def send(
+        self, head: bytes, body: bytes | memoryview, tail: bytes, leg: str, endpoint: str, whole: bool = False
+    ) -> Exchange:
+        """Begin an exchange; leg and endpoint are for errors, `whole` says that nobody looks before it is complete."""
         if self._transport is None or self._exchange is not None:
             raise RuntimeError("the connection is in use")
-        self._exchange = exchange = Exchange(self, leg, endpoint)
+        self._exchange = exchange = Exchange(self, leg, endpoint, whole)
         self._answered = False
         self._end = 0
         if len(body) < _WORTH_A_COPY:
@@ -63,6 +86,11 @@ class EngineConnection(asyncio.Protocol):
         else:
             self._transport.writelines((head, body, tail) if tail else (head, body))
         return exchange
+
+    def pass_chunks(self, take: Callable[[bytes, int], bool]) -> None:
+        """Offer chunks that come alone to this, without the parser, which need not see what is taken."""
+        if self._inflater is None and self._exchange is not None:
+            self._take = take
 
     def wait_until(self, moment: float | None) -> None:
         """Have the exchange expire at a moment, or no more. One timer stays armed for many waits: most never expire."""
@@ -87,7 +115,7 @@ class EngineConnection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Cut the connection."""
-        self._exchange = None
+        self._exchange = self._take = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -110,6 +138,11 @@ class EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse; whatever comes without a request, or after its answer, makes the connection unfit for another."""
         exchange = self._exchange
+        if self._between and self._take is not None and exchange is not None and len(data) < _LONGEST_CHUNK:
+            size_line = _SIZE_LINES[len(data)]
+            if data.startswith(size_line) and self._take(data, len(size_line)):
+                exchange.last = time.monotonic()
+                return
         if exchange is None:
             self.drop()
             return
@@ -120,6 +153,7 @@ class EngineConnection(asyncio.Protocol):
             self._spoilt = True
             if not exchange.complete:
                 exchange.fail(EngineFailedError(f"{exchange.who} broke off: what it sent is not HTTP"))
+        self._between = self._gap[0] and data.endswith(b"\r\n")
         body = self._body
         if body:
             if exchange.complete:
@@ -140,6 +174,7 @@ class EngineConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         del self._parser  # it refers to us
+        self._take = None
         exchange, self._exchange = self._exchange, None
         if exchange is not None and not exchange.complete:
             if self._until_close and exc is None and exchange.error is None:
@@ -151,7 +186,7 @@ class EngineConnection(asyncio.Protocol):
                 exchange.fail(EngineFailedError(f"{exchange.who} broke off: {why}"))
         self._on_lost(self)
 
-    # httptools; `on_body` is a list's own append, `on_header` a dict's own setter: neither is a call of ours.
+    # httptools; callbacks for bodies, headers and chunks are methods of a list and a dict: no calls of ours.
 
     def on_message_begin(self) -> None:
         """Forget the answer before; a second one to the same request is none that anybody asked for."""
@@ -200,7 +235,7 @@ class EngineConnection(asyncio.Protocol):
 
     def _finish(self, exchange: Exchange) -> None:
         """Give the connection back, then tell the exchange."""
-        self._exchange = None
+        self._exchange = self._take = None
         self._expires = None
         if exchange.paused:
             exchange.paused = False

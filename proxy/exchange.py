@@ -30,10 +30,17 @@ class Limit(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes a piped stream; both are called from the socket's callback and must neither block nor raise."""
+    """Takes a piped stream; all is called from the socket's callback and must neither block nor raise."""
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the body."""
+        ...
+
+    def chunk(self, data: bytes, start: int) -> bool:
+        """Take what looks like one chunk: its size line, the next bytes of the body from `start` on, a line break.
+
+        False says that it was not taken, for what it holds or because its end is none; it will be fed.
+        """
         ...
 
     def end(self, error: EngineFailedError | None) -> None:
@@ -56,6 +63,10 @@ class Connection(Protocol):
         """Cut it."""
         ...
 
+    def pass_chunks(self, take: Callable[[bytes, int], bool]) -> None:
+        """Offer chunks that come alone to this, as they are, from now on; the rest goes to the exchange as before."""
+        ...
+
     def wait_until(self, moment: float | None) -> None:
         """Have the exchange expire at a moment (monotonic seconds), or no more."""
         ...
@@ -64,6 +75,7 @@ class Connection(Protocol):
 class Exchange:
     """A request and its answer. `who` names leg and endpoint in errors; `status` is 0 until the headers are there.
 
+    `last` is when the last bytes of a piped stream came (monotonic seconds).
     `untouched` is true where a connection that was reused broke before any byte of an answer: the engine had closed it
     as idle, and what can be asked twice may be asked again.
     """
@@ -71,7 +83,6 @@ class Exchange:
     __slots__ = (
         "_connection",
         "_idle",
-        "_last",
         "_names",
         "_pieces",
         "_sink",
@@ -81,12 +92,13 @@ class Exchange:
         "complete",
         "error",
         "headers",
+        "last",
         "paused",
         "status",
         "untouched",
     )
 
-    def __init__(self, connection: Connection, leg: str, endpoint: str) -> None:
+    def __init__(self, connection: Connection, leg: str, endpoint: str, whole: bool = False) -> None:
         self._names = (leg, endpoint)
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
@@ -96,10 +108,10 @@ class Exchange:
         self.error: EngineFailedError | None = None
         self._connection = connection
         self._pieces: list[bytes] = []
-        self._whole = False
+        self._whole = whole
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
-        self._last = 0.0
+        self.last = 0.0
         self._idle: Callable[[], Limit] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -110,8 +122,8 @@ class Exchange:
         return f"{leg}: {endpoint}"
 
     async def opened(self, limit: Limit) -> None:
-        """Wait for status and headers; raises `EngineFailedError`."""
-        while not self.status:
+        """Wait for status and headers, or for the whole answer; raises `EngineFailedError`."""
+        while not (self.complete if self._whole else self.status):
             await self._wait(limit, limit.seconds)
 
     async def take(self, limit: Limit) -> bytes:
@@ -133,21 +145,22 @@ class Exchange:
             await self._wait(limit, left)
         return self._joined()
 
-    def arrived(self) -> bytes | None:
-        """Return the body if all of it is there and nobody has taken it, without waiting."""
-        return self._joined() if self.complete else None
+    def arrived(self) -> bytes:
+        """Return the body, all of which is there and nobody has taken, without waiting."""
+        return self._joined()
 
     def pipe(self, sink: Sink, idle: Callable[[], Limit]) -> None:
         """Give everything from here on to a sink. `idle` tells how long it may be silent from now on."""
         self._sink = sink
         self._idle = idle
-        self._last = time.monotonic()
+        self.last = time.monotonic()
         if self._pieces:
             sink.feed(self._joined())
         if self.complete or self.error is not None:
             self._end_pipe(self.error)
             return
         self.resume()
+        self._connection.pass_chunks(sink.chunk)
         self._watch()
 
     def pause(self) -> None:
@@ -160,7 +173,7 @@ class Exchange:
         """Let the engine go on."""
         if self.paused:
             self.paused = False
-            self._last = time.monotonic()
+            self.last = time.monotonic()
             self._connection.resume_reading()
 
     def close(self) -> None:
@@ -177,18 +190,20 @@ class Exchange:
         """Take status and headers."""
         self.headers = headers
         self.status = status
-        self._wake()
+        if not self._whole:
+            self._wake()
 
     def put(self, data: bytes) -> None:
         """Take the next bytes of the body."""
         if self._sink is not None:
-            self._last = time.monotonic()
+            self.last = time.monotonic()
             self._sink.feed(data)
             return
         self._pieces.append(data)
-        self._wake()
-        if not self._whole and sum(map(len, self._pieces)) > _HIGH_WATER:
-            self.pause()
+        if not self._whole:
+            self._wake()
+            if sum(map(len, self._pieces)) > _HIGH_WATER:
+                self.pause()
 
     def finish(self) -> None:
         """Hear that the body is complete; whoever this wakes finds the connection free."""
@@ -261,7 +276,7 @@ class Exchange:
         now = time.monotonic()
         if limit.seconds is None:
             return
-        since = now if self.paused or limit.total is not None else self._last
+        since = now if self.paused or limit.total is not None else self.last
         due = since + limit.seconds
         if due <= now:
             self.fail(self._late(limit))

@@ -20,6 +20,7 @@ TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _TO_ENGINE = (b"content-type", b"accept", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta")
 _TO_CLIENT = (b"content-type", b"retry-after", b"www-authenticate")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_ID_BYTES, _IDS_AT_ONCE = 16, 64
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _NULL_TRANSFER = re.compile(rb',\s*"(?:kv|ec)_transfer_params":\s*null')
 _SET_TOKEN_IDS = re.compile(rb'"prompt_token_ids":\s*\[')
@@ -100,9 +101,18 @@ def safe_request_id(given: bytes | None) -> str | None:
     return given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
-def new_request_id() -> str:
-    """Return a fresh id for one attempt: both legs share it, no two attempts do."""
-    return f"pdc-{secrets.token_hex(16)}"
+class RequestIds:
+    """Makes ids that nobody can guess; the system's randomness is fetched for many at once."""
+
+    def __init__(self) -> None:
+        self._made: list[str] = []
+
+    def new(self) -> str:
+        """Return a fresh id for one attempt: both legs share it, no two attempts do."""
+        if not self._made:
+            digits = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
+            self._made = [f"pdc-{digits[at : at + 2 * _ID_BYTES]}" for at in range(0, len(digits), 2 * _ID_BYTES)]
+        return self._made.pop()
 
 
 class EventCleaner:

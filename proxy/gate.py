@@ -58,7 +58,7 @@ class Gate:
         refusal = self.limits.admit(key, estimate)
         if refusal is None:
             return Pass(self.limits, key, estimate)
-        self.metrics.refused.labels(refusal.limit).inc()
+        self.metrics.refused.inc(refusal.limit)
         words = refusal.limit.replace("_", " ")
         if refusal.seconds is None:
             raise RateLimitedError(f"about {estimate} tokens are more than this key's {words} ever allow", None)
@@ -68,11 +68,11 @@ class Gate:
         """Return the key of a request; raises `UnauthorizedError`."""
         presented = presented_key(headers)
         if presented is None:
-            self.metrics.refused.labels("no_key").inc()
+            self.metrics.refused.inc("no_key")
             raise UnauthorizedError("an API key is needed; send Authorization: Bearer KEY")
         key = None if self.keys is None else self.keys.find(presented)
         if key is None:
-            self.metrics.refused.labels("unknown_key").inc()
+            self.metrics.refused.inc("unknown_key")
             raise UnauthorizedError("this API key is not known")
         return key
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from proxy.breathing import breathe
+from proxy.breathing import LARGE, breathe
 from proxy.config import ProxyConfig
 from proxy.connectors.base import Connector
 from proxy.endpoints import Endpoint, Pools
@@ -22,11 +22,11 @@ from proxy.errors import EngineFailedError, EngineTimeoutError, NoEndpointError
 from proxy.exchange import Exchange, Limit
 from proxy.firewall import (
     Authorization,
+    RequestIds,
     clean_reply,
     has_transfer_fields,
     headers_for_client,
     headers_for_engine,
-    new_request_id,
     without_transfer_fields,
 )
 from proxy.metrics import Metrics
@@ -65,6 +65,7 @@ class Handoffs:
     metrics: Metrics
     releases: Releases
     authorization: Authorization
+    ids: RequestIds
     clock: Callable[[], float]
 
     async def serve(self, request: InferenceRequest, trace: Trace) -> Served:
@@ -88,7 +89,7 @@ class Handoffs:
                 if run.leg in retried:
                     raise
                 retried.add(run.leg)
-                self.metrics.retries.labels(run.leg).inc()
+                self.metrics.retries.inc(run.leg)
                 tried.update(run.failed)
             except BaseException:
                 run.close()
@@ -99,7 +100,7 @@ class Handoffs:
         if self.config.fallback == "none":
             raise NoEndpointError(f"no prefill can serve this request ({reason}) and the fallback is off")
         trace.path, trace.reason = "aggregated", reason
-        self.metrics.fallbacks.labels(reason).inc()
+        self.metrics.fallbacks.inc(reason)
         _LOG.warning("decode serves alone: %s", reason)
 
 
@@ -122,7 +123,7 @@ class _Attempt:
         self._placement = placement
         self._trace = trace
         self._retried = retried
-        self._headers = headers_for_engine(request.headers, new_request_id(), handoffs.authorization)
+        self._headers = headers_for_engine(request.headers, handoffs.ids.new(), handoffs.authorization)
         self._timeouts = handoffs.config.timeouts
         self._reserved = False
         self._stream: Exchange | None = None
@@ -171,21 +172,25 @@ class _Attempt:
             self._of.count_fallback(reason, self._trace)
         else:
             self._trace.path, self._trace.reason = "aggregated", reason
-            self._of.metrics.aggregated.labels(reason).inc()
+            self._of.metrics.aggregated.inc(reason)
 
     async def _prefill(self, prefill: Endpoint) -> EngineReply | None:
         """Return prefill's reply, None where it failed for the last time and decode may serve alone."""
         body = self._of.connector.prefill_body(self._request)
-        await breathe(len(body))
+        if len(body) > LARGE:
+            await breathe()
         self._trace.prefill_began = self._of.clock()
+        asked = EngineRequest(
+            self._request.kind.route, body, self._headers, "POST", True, self._note_sent, self._left_prefill
+        )
+        prefill.take()
         try:
-            with prefill.reserved():
-                asked = self._asked(body)._replace(replayable=True, on_left=self._left_prefill)
-                limit = self._limit(self._timeouts.prefill)
-                reply = await self._of.client.call(prefill, asked, leg="prefill", limit=limit)
+            reply = await self._of.client.call(prefill, asked, leg="prefill", limit=self._limit(self._timeouts.prefill))
         except EngineFailedError as error:
             self._prefill_failed(prefill, error)
             return None
+        finally:
+            prefill.give()
         if reply.status >= _SERVER_ERROR:
             self._prefill_failed(prefill, _answered("prefill", prefill, reply.status))
             return None
@@ -204,7 +209,8 @@ class _Attempt:
         self._sent = None
         try:
             body, tail = self._of.connector.decode_body(self._request, handoff)
-            await breathe(len(body))
+            if len(body) > LARGE:
+                await breathe()
             self._refuse_stale()
             return await self._decode(body, tail)
         except EngineFailedError as error:

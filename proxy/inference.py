@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from proxy.breathing import breathe
+from proxy.breathing import LARGE, breathe
 from proxy.client import Client, ClientGoneError, Receive, Scope, Send, client_of, declared_length, header_map
 from proxy.config import ProxyConfig
 from proxy.engine_client import EngineClient, EngineReply, EngineRequest
@@ -21,11 +21,11 @@ from proxy.errors import NoEndpointError, ProxyError, error_body
 from proxy.exchange import Limit
 from proxy.firewall import (
     Authorization,
+    RequestIds,
     clean_reply,
     has_transfer_fields,
     headers_for_client,
     headers_for_engine,
-    new_request_id,
     refuse_transfer_fields,
     safe_request_id,
     without_transfer_fields,
@@ -53,6 +53,7 @@ class Services:
     metrics: Metrics
     gate: Gate
     authorization: Authorization
+    ids: RequestIds
 
 
 class Call(NamedTuple):
@@ -78,13 +79,15 @@ class Route:
         self._clock = services.handoffs.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request that comes by ASGI."""
+        await self.serve(client_of(scope, receive, send), scope["method"], header_map(scope))
+
+    async def serve(self, client: Client, method: str, headers: Mapping[bytes, bytes]) -> None:
         """Serve one request."""
-        client = client_of(scope, receive, send)
-        headers = header_map(scope)
         trace = Trace(self._path, self._clock())
-        own = {"x-request-id": safe_request_id(headers.get(b"x-request-id")) or new_request_id()}
+        own = {"x-request-id": safe_request_id(headers.get(b"x-request-id")) or self._services.ids.new()}
         try:
-            call = await self._read(client, scope["method"], headers, trace, own)
+            call = await self._read(client, method, headers, trace, own)
             task = asyncio.current_task()
             client.when_gone(None if task is None else task.cancel)
             await self._serve(call)
@@ -118,9 +121,11 @@ class Route:
         admitted = services.gate.admit(headers, declared)
         raw = await client.body(services.config.limits.body_bytes, declared)
         trace.began = self._clock()
-        await breathe(len(raw))
+        if len(raw) > LARGE:
+            await breathe()
         fields = parse_object(raw) if method == "POST" else {}
-        await breathe(len(raw))
+        if len(raw) > LARGE:
+            await breathe()
         refuse_transfer_fields(fields)
         return Call(client, method, headers, raw, fields, trace, admitted, own)
 
@@ -172,11 +177,11 @@ class PassedOnRoute(Route):
 
     async def _ask(self, call: Call) -> EngineReply:
         services = self._services
-        ready = [endpoint for endpoint in services.handoffs.pools.of_role("decode") if endpoint.ready]
+        ready = services.handoffs.pools.ready("decode")
         if not ready:
             raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
         endpoint = min(ready, key=lambda item: item.in_flight)
-        headers = headers_for_engine(call.headers, new_request_id(), services.authorization)
+        headers = headers_for_engine(call.headers, services.ids.new(), services.authorization)
         with endpoint.reserved():
             if call.method == "GET":
                 return await services.client.get(endpoint, self._path, CALL_LIMIT_S, headers)

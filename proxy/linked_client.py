@@ -6,31 +6,92 @@ What it writes is what uvicorn's own `send` would; see `client.Client` for what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from starlette.types import Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from proxy.client import ClientGoneError, Send, Transform, refuse_longer
 from proxy.errors import EngineFailedError
 from proxy.exchange import Exchange, Limit
 
-_WITHOUT_CHUNKS = "1.0"
+
+class _Nobody:
+    """Stands where uvicorn's own cycle has an event."""
+
+    def set(self) -> None:
+        """Tell nobody."""
+
+
+class Turn:
+    """The state of a request that is served without ASGI: what the protocol needs of uvicorn's cycle, and no more."""
+
+    __slots__ = (
+        "default_headers",
+        "disconnected",
+        "flow",
+        "keep_alive",
+        "more_body",
+        "on_response",
+        "response_complete",
+        "response_started",
+        "transport",
+        "waiting_for_100_continue",
+    )
+    message_event = _Nobody()
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        default_headers: Sequence[tuple[bytes, bytes]],
+        on_response: Callable[[], None],
+        *,
+        keep_alive: bool,
+        expects_100: bool,
+    ) -> None:
+        self.transport = transport
+        self.flow = flow
+        self.default_headers = default_headers
+        self.on_response = on_response
+        self.keep_alive = keep_alive
+        self.waiting_for_100_continue = expects_100
+        self.disconnected = self.response_started = self.response_complete = False
+        self.more_body = True
 
 
 class LinkedClient:
     """A request's client: the socket itself. See `client.Client`."""
 
-    __slots__ = ("_begun", "_callback", "_cycle", "_exchange", "gone", "pieces", "send", "size")
+    __slots__ = (
+        "_begun",
+        "_callback",
+        "_chunked",
+        "_cycle",
+        "_exchange",
+        "_scope",
+        "_waiter",
+        "gone",
+        "pieces",
+        "send",
+        "size",
+    )
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.send: Send = cycle.send  # type: ignore[assignment]
+    def __init__(
+        self, cycle: RequestResponseCycle | Turn, *, chunked: bool, send: Send | None = None, scope: Scope | None = None
+    ) -> None:
+        self.send = send  # of the ASGI scope in which it stands, if it does
         self.gone = False
         self.pieces: list[bytes] = []  # of the body, and their size
         self.size = 0
         self._begun = b""
+        self._chunked = chunked
         self._cycle = cycle
+        self._scope = scope
         self._callback: Callable[[], object] | None = None
         self._exchange: Exchange | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     async def body(self, limit: int, declared: int) -> bytes:
         """Return the whole body; one that says that it is too long is refused before it is read.
@@ -43,8 +104,8 @@ class LinkedClient:
             cycle.waiting_for_100_continue = False
             cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while cycle.more_body and self.size <= limit and not cycle.disconnected:
-            cycle.message_event.clear()
-            await cycle.message_event.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if cycle.disconnected:
             raise ClientGoneError
         refuse_longer(self.size, limit)
@@ -69,11 +130,11 @@ class LinkedClient:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Begin a response; its head leaves together with the first bytes of its body."""
         cycle = self._cycle
-        if cycle.scope["http_version"] == _WITHOUT_CHUNKS:
+        if self._chunked:
+            self._begun = _head(cycle, status, headers, b"transfer-encoding: chunked\r\n\r\n")
+        else:
             cycle.keep_alive = False  # the end of the connection is that of the body
             self._begun = _head(cycle, status, headers, b"\r\n")
-        else:
-            self._begun = _head(cycle, status, headers, b"transfer-encoding: chunked\r\n\r\n")
 
     async def relay(self, head: bytes, exchange: Exchange, idle: Callable[[], Limit], transform: Transform) -> None:
         """Write a stream to the socket as it comes from the engine's, to its end."""
@@ -81,7 +142,7 @@ class LinkedClient:
         if cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()
         done = asyncio.get_running_loop().create_future()
-        splice = _Splice(cycle, transform, done)
+        splice = _Splice(cycle, transform, done, chunked=self._chunked)
         splice.begin(self._begun, head)
         self._exchange = exchange
         if cycle.flow.write_paused:
@@ -96,7 +157,13 @@ class LinkedClient:
 
     def part(self) -> None:
         """Let go of the scope, in which this client stands: what refers to itself only a slow collection would free."""
-        self._cycle.scope.pop("extensions", None)
+        if self._scope is not None:
+            self._scope.pop("extensions", None)
+
+    def wake(self) -> None:
+        """Hear that the body is complete, or too long."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def left(self) -> None:
         """Hear that the connection is closed."""
@@ -104,6 +171,7 @@ class LinkedClient:
             self.gone = True
             self._cycle.disconnected = True
             self._cycle.message_event.set()
+            self.wake()
             if self._callback is not None:
                 self._callback()
 
@@ -121,15 +189,18 @@ class LinkedClient:
 class _Splice:
     """The end of a stream that lies in the client's socket."""
 
-    __slots__ = ("_chunked", "_cycle", "_done", "_pass", "_transform", "_write")
+    __slots__ = ("_chunked", "_cycle", "_done", "_pass", "_takes", "_transform", "_write")
 
-    def __init__(self, cycle: RequestResponseCycle, transform: Transform, done: asyncio.Future[None]) -> None:
+    def __init__(
+        self, cycle: RequestResponseCycle | Turn, transform: Transform, done: asyncio.Future[None], *, chunked: bool
+    ) -> None:
         self._cycle = cycle
         self._transform = transform
         self._pass = transform.feed
+        self._takes = transform.takes
         self._done = done
         self._write = cycle.transport.write
-        self._chunked = cycle.scope["http_version"] != _WITHOUT_CHUNKS
+        self._chunked = chunked
 
     def begin(self, head: bytes, data: bytes) -> None:
         """Write the head of the response and the first bytes of its body."""
@@ -142,6 +213,13 @@ class _Splice:
             data = self._pass(data)
             if data:
                 self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def chunk(self, data: bytes, start: int) -> bool:
+        """Write one chunk as it is, where that is possible."""
+        if self._chunked and not self._cycle.disconnected and self._takes(data, start):
+            self._write(data)
+            return True
+        return False
 
     def end(self, error: EngineFailedError | None) -> None:
         """Write what is left and end the response."""
@@ -156,7 +234,7 @@ class _Splice:
         return b"%x\r\n%b\r\n" % (len(data), data) if data and self._chunked else data
 
 
-def _head(cycle: RequestResponseCycle, status: int, headers: Mapping[str, str], framing: bytes) -> bytes:
+def _head(cycle: RequestResponseCycle | Turn, status: int, headers: Mapping[str, str], framing: bytes) -> bytes:
     """Return the head of a response as uvicorn's own `send` would write it."""
     cycle.response_started = True
     cycle.waiting_for_100_continue = False
@@ -168,7 +246,7 @@ def _head(cycle: RequestResponseCycle, status: int, headers: Mapping[str, str], 
     return STATUS_LINE[status] + default + lines + close + framing
 
 
-def _complete(cycle: RequestResponseCycle) -> None:
+def _complete(cycle: RequestResponseCycle | Turn) -> None:
     """End a response as uvicorn's own `send` does."""
     cycle.response_complete = True
     cycle.message_event.set()

@@ -70,7 +70,7 @@ class Watcher:
         if self._clock() - self._scraped < _FRESH_S:
             return
         self._scraped = self._clock()
-        decodes = [endpoint for endpoint in self._pools.of_role("decode") if endpoint.ready]
+        decodes = self._pools.ready("decode")
         await asyncio.gather(*(self._scrape_one(endpoint, collector) for endpoint in decodes))
 
     async def _scrape_one(self, endpoint: Endpoint, collector: KvTransferCollector) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from proxy.endpoints import Endpoint
 from proxy.kv_transfer_metrics import KvTransferCollector
-from proxy.trace import Trace
-from proxy.workers import METRICS_DIRECTORY
+from proxy.request import AGGREGATED_REASONS, KINDS, PASSED_ON
+from proxy.shared_counts import SharedCounts
+from proxy.tallies import Family, Tallies
+from proxy.trace import Outcome, Trace
 
 STATES = ("unknown", "ready", "unhealthy")
 
@@ -22,78 +24,104 @@ STATES = ("unknown", "ready", "unhealthy")
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 300, 600)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
 
+_ROUTES = (*KINDS, *PASSED_ON, "other")
+
+
+def _each(*values: str) -> tuple[tuple[str], ...]:
+    return tuple((value,) for value in values)
+
+
+def _counter(name: str, text: str, label: str, *values: str) -> Family:
+    return Family(name, text, (label,), _each(*values))
+
+
+def _by_route(name: str, text: str, bounds: tuple[float, ...], routes: Iterable[str]) -> Family:
+    return Family(name, text, ("route",), _each(*routes), bounds)
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "requests",
+        "Requests by route and how they ended",
+        ("route", "outcome"),
+        tuple(product(_ROUTES, get_args(Outcome))),
+    ),
+    _counter("aggregated_requests", "Requests that must run on decode alone", "reason", *AGGREGATED_REASONS),
+    _counter(
+        "fallbacks",
+        "Requests served by decode alone for want of a prefill",
+        "reason",
+        *("no_prefill", "prefill_failed", "no_handoff"),
+    ),
+    _counter(
+        "retries",
+        "New placements after an engine failed before the first byte",
+        "leg",
+        *("prefill", "lease", "decode"),
+    ),
+    Family("handoffs_stranded", "Prefills whose KV waits for the end of its lease"),
+    Family("handoffs_released", "Prefills whose KV was given back before any decode knew of it"),
+    _counter(
+        "refusals",
+        "Requests refused by API key or its limits",
+        "reason",
+        *("no_key", "unknown_key", "requests_per_minute", "tokens_per_minute"),
+    ),
+    Family("queue_seconds", "Body read to placement", bounds=_LONG),
+    Family("prefill_seconds", "Prefill leg", bounds=_LONG),
+    Family("handoff_seconds", "Prefill's reply to a stream's first event", bounds=_LONG),
+    _by_route("time_to_first_token_seconds", "Request to first event of a stream", _LONG, KINDS),
+    _by_route("time_per_output_token_seconds", "Mean time between a stream's events", _TOKEN, KINDS),
+    _by_route("request_seconds", "Request to the last byte", _LONG, _ROUTES),
+)
+COLUMNS = sum(family.columns for family in FAMILIES)
+
 
 class Metrics:
-    """The proxy's registry; one a process, passed to whoever counts."""
+    """What the proxy counts, in its columns of the shared table; passed to whoever counts."""
 
-    def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
-        self.registry = CollectorRegistry()
-        directory = os.environ.get(METRICS_DIRECTORY)
-        self.kv_transfer = KvTransferCollector(Path(directory) / "kv_transfer.json" if directory else None)
-        self._read = CollectorRegistry()
-        self._read.register(EndpointCollector(endpoints))
-        self._read.register(self.kv_transfer)
-        if directory:  # what all workers have counted, those that died included
-            MultiProcessCollector(self._read, directory)  # type: ignore[no-untyped-call]
-        counter, histogram = self._counter, self._histogram
-        self._children: dict[tuple[Histogram, str], Histogram] = {}
-        self._ended: dict[tuple[str, str], Counter] = {}
-        self.requests = counter("requests", "Requests by route and how they ended", "route", "outcome")
-        self.aggregated = counter("aggregated_requests", "Requests that must run on decode alone", "reason")
-        self.fallbacks = counter("fallbacks", "Requests served by decode alone for want of a prefill", "reason")
-        self.retries = counter("retries", "New placements after an engine failed before the first byte", "leg")
-        self.stranded = counter("handoffs_stranded", "Prefills whose KV waits for the end of its lease")
-        self.released = counter("handoffs_released", "Prefills whose KV was given back before any decode knew of it")
-        self.refused = counter("refusals", "Requests refused by API key or its limits", "reason")
-        self.queue = histogram("queue_seconds", "Body read to placement", _LONG)
-        self.prefill = histogram("prefill_seconds", "Prefill leg", _LONG)
-        self.handoff = histogram("handoff_seconds", "Prefill's reply to a stream's first event", _LONG)
-        self.ttft = histogram("time_to_first_token_seconds", "Request to first event of a stream", _LONG, "route")
-        self.tpot = histogram("time_per_output_token_seconds", "Mean time between a stream's events", _TOKEN, "route")
-        self.total = histogram("request_seconds", "Request to the last byte", _LONG, "route")
+    def __init__(
+        self, endpoints: tuple[Endpoint, ...], counts: SharedCounts, first: int, kv_store: Path | None = None
+    ) -> None:
+        tallies = Tallies(FAMILIES, counts, first)
+        self.kv_transfer = KvTransferCollector(kv_store)
+        self._registry = CollectorRegistry()
+        for collector in (EndpointCollector(endpoints), self.kv_transfer, tallies):
+            self._registry.register(collector)
+        self.requests = tallies.counter("requests")
+        self.aggregated = tallies.counter("aggregated_requests")
+        self.fallbacks = tallies.counter("fallbacks")
+        self.retries = tallies.counter("retries")
+        self.stranded = tallies.counter("handoffs_stranded")
+        self.released = tallies.counter("handoffs_released")
+        self.refused = tallies.counter("refusals")
+        self.queue = tallies.histogram("queue_seconds")
+        self.prefill = tallies.histogram("prefill_seconds")
+        self.handoff = tallies.histogram("handoff_seconds")
+        self.ttft = tallies.histogram("time_to_first_token_seconds")
+        self.tpot = tallies.histogram("time_per_output_token_seconds")
+        self.total = tallies.histogram("request_seconds")
 
     def observe(self, trace: Trace) -> None:
         """Count a request that has ended."""
-        key = (trace.route, trace.outcome)
-        counter = self._ended.get(key)
-        if counter is None:
-            counter = self._ended[key] = self.requests.labels(*key)
-        counter.inc()
+        route, first_byte, prefill_ended = trace.route, trace.first_byte, trace.prefill_ended
+        self.requests.inc(route, trace.outcome)
         if trace.placed is not None:
             self.queue.observe(trace.placed - trace.began)
-        if trace.prefill_began is not None and trace.prefill_ended is not None:
-            self.prefill.observe(trace.prefill_ended - trace.prefill_began)
-        if trace.first_byte is not None:
-            if trace.events and trace.prefill_ended is not None:
-                self.handoff.observe(trace.first_byte - trace.prefill_ended)
-            if trace.events:
-                self._of_route(self.ttft, trace.route).observe(trace.first_byte - trace.began)
+        if trace.prefill_began is not None and prefill_ended is not None:
+            self.prefill.observe(prefill_ended - trace.prefill_began)
+        if first_byte is not None and trace.events:
+            if prefill_ended is not None:
+                self.handoff.observe(first_byte - prefill_ended)
+            self.ttft.observe(first_byte - trace.began, route)
             if trace.last_byte is not None and trace.events > 1:
-                self._of_route(self.tpot, trace.route).observe(
-                    (trace.last_byte - trace.first_byte) / (trace.events - 1)
-                )
+                self.tpot.observe((trace.last_byte - first_byte) / (trace.events - 1), route)
         if trace.ended is not None:
-            self._of_route(self.total, trace.route).observe(trace.ended - trace.began)
-
-    def _of_route(self, histogram: Histogram, route: str) -> Histogram:
-        """Return a histogram's child; looking it up by labels costs more than observing."""
-        key = (histogram, route)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = histogram.labels(route)
-        return child
+            self.total.observe(trace.ended - trace.began, route)
 
     def render(self) -> bytes:
-        """Return the text that Prometheus scrapes: of all workers, where there are several."""
-        if METRICS_DIRECTORY in os.environ:
-            return generate_latest(self._read)
-        return generate_latest(self._read) + generate_latest(self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"pdcluster_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"pdcluster_{name}", text, labels, registry=self.registry, buckets=buckets)
+        """Return the text that Prometheus scrapes, of all workers."""
+        return generate_latest(self._registry)
 
 
 class EndpointCollector(Collector):

@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from proxy.client import header_map
 from proxy.engine_client import EngineReply
 from proxy.errors import EngineFailedError, NoEndpointError
-from proxy.firewall import headers_for_client, headers_for_engine, new_request_id
+from proxy.firewall import headers_for_client, headers_for_engine
 from proxy.inference import CALL_LIMIT_S, Services
 
 _CLIENT_ERROR, _UNAVAILABLE = 400, 503
@@ -42,10 +42,10 @@ class OwnRoutes:
     async def models(self, request: Request) -> Response:
         """Answer with the models of all ready decode endpoints, each once."""
         pools, client = self._services.handoffs.pools, self._services.client
-        ready = [endpoint for endpoint in pools.of_role("decode") if endpoint.ready]
+        ready = pools.ready("decode")
         if not ready:
             raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
-        headers = headers_for_engine(header_map(request.scope), new_request_id(), self._services.authorization)
+        headers = headers_for_engine(header_map(request.scope), self._services.ids.new(), self._services.authorization)
         replies = await asyncio.gather(
             *(client.get(endpoint, "/v1/models", CALL_LIMIT_S, headers) for endpoint in ready), return_exceptions=True
         )

@@ -15,6 +15,7 @@ from proxy.shared_counts import SharedCounts
 COLUMNS_PER_KEY = 6  # for even and odd minutes: which one it is, requests, tokens
 _MINUTE = 60.0
 _REQUESTS, _TOKENS = 1, 2
+_HALF = COLUMNS_PER_KEY // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,13 @@ class RateLimits:
             return None
         now = self._clock()
         minute = int(now // _MINUTE)
-        current, before = self._read(key, minute)
-        passed = now - minute * _MINUTE
-        if requests_limit is not None and current[0] + before[0] >= requests_limit:
-            wait = _wait(1, requests_limit, current[0], before[0], passed)
+        asked, took, asked_before, took_before = self._used(key, minute)
+        if requests_limit is not None and asked + asked_before >= requests_limit:
+            wait = _wait(1, requests_limit, asked, asked_before, now % _MINUTE)
             if wait != 0:
                 return Refusal("requests_per_minute", wait)
-        if tokens_limit is not None and current[1] + before[1] + tokens > tokens_limit:
-            wait = _wait(tokens, tokens_limit, current[1], before[1], passed)
+        if tokens_limit is not None and took + took_before + tokens > tokens_limit:
+            wait = _wait(tokens, tokens_limit, took, took_before, now % _MINUTE)
             if wait != 0:
                 return Refusal("tokens_per_minute", wait)
         self._add(key, minute, 1, tokens)
@@ -66,30 +66,27 @@ class RateLimits:
         """Return the clock's time."""
         return self._clock()
 
-    def _read(self, key: ApiKey, minute: int) -> tuple[list[int], list[int]]:
-        """Return requests and tokens of this minute and of the one before, over all workers."""
-        current, before = [0, 0], [0, 0]
-        column = self._first + key.index * COLUMNS_PER_KEY
-        for first, requests, tokens, second, more_requests, more_tokens in self._counts.part(column, COLUMNS_PER_KEY):
-            for when, asked, took in ((first, requests, tokens), (second, more_requests, more_tokens)):
-                if when == minute:
-                    current[0] += asked
-                    current[1] += took
-                elif when == minute - 1:
-                    before[0] += asked
-                    before[1] += took
-        return current, before
+    def _used(self, key: ApiKey, minute: int) -> tuple[int, int, int, int]:
+        """Return requests and tokens of this minute, then those of the one before, over all workers."""
+        current, before = (0, _HALF) if minute % 2 == 0 else (_HALF, 0)
+        asked = took = asked_before = took_before = 0
+        for row in self._counts.part(self._first + key.index * COLUMNS_PER_KEY, COLUMNS_PER_KEY):
+            if row[current] == minute:
+                asked += row[current + _REQUESTS]
+                took += row[current + _TOKENS]
+            if row[before] == minute - 1:
+                asked_before += row[before + _REQUESTS]
+                took_before += row[before + _TOKENS]
+        return asked, took, asked_before, took_before
 
     def _add(self, key: ApiKey, minute: int, requests: int, tokens: int) -> None:
-        column = self._first + key.index * COLUMNS_PER_KEY + minute % 2 * (COLUMNS_PER_KEY // 2)
-        counts = self._counts
-        if counts.own(column) != minute:
-            counts.put(column + _REQUESTS, 0)
-            counts.put(column + _TOKENS, 0)
-            counts.put(column, minute)
-        if requests:
-            counts.add(column + _REQUESTS, requests)
-        counts.add(column + _TOKENS, tokens)
+        column = self._first + key.index * COLUMNS_PER_KEY + minute % 2 * _HALF
+        cells = self._counts.mine
+        if cells[column] != minute:
+            cells[column + _REQUESTS] = cells[column + _TOKENS] = 0
+            cells[column] = minute
+        cells[column + _REQUESTS] += requests
+        cells[column + _TOKENS] += tokens
 
 
 def _wait(need: int, limit: int, current: int, before: int, passed: float) -> float | None:

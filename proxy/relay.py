@@ -20,6 +20,9 @@ from proxy.trace import Trace
 
 _CARRY = 48  # bytes kept from one chunk to the next, longer than any terminator
 _DONE = b"data: [DONE]"
+# How events of chat and completions begin, and how long the end of one in a chunk of its own is.
+_ORDINARY = b'data: {"id":'
+_END = len(b"\n\n\r\n")
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -70,8 +73,21 @@ class Relay:
         self._failures = tuple(b"\n" + mark for mark in kind.failures)
         self._heads = tuple(mark.removeprefix(b"\n") for mark in kind.terminators + kind.failures)
         # Where every mark begins a `data:` line, one event alone in a chunk can only be a mark at its beginning.
-        self._aligned = all(mark.startswith(b"data:") for mark in self._heads)
+        self._aligned = self._cleaner is None and all(mark.startswith(b"data:") for mark in self._heads)
         self._carry = b"\n"
+
+    def takes(self, data: bytes, start: int) -> bool:
+        """Count a chunk that is one event, neither the last one nor an error; False says that it must be fed."""
+        if (
+            self._carry == b"\n"
+            and data.startswith(_ORDINARY, start)
+            and data.find(b"\n", start) == len(data) - _END
+            and data.endswith(b"\n\n\r\n")
+            and self._aligned
+        ):
+            self._trace.events += 1
+            return True
+        return False
 
     def feed(self, data: bytes) -> bytes:
         """Return what the client gets of the next bytes."""

@@ -67,7 +67,7 @@ class Releases:
 
     async def _release(self, decode: Endpoint, body: bytes, headers: bytes) -> None:
         request = EngineRequest(_ROUTE, body, headers)
-        others = [endpoint for endpoint in self._pools.of_role("decode") if endpoint.ready and endpoint is not decode]
+        others = [endpoint for endpoint in self._pools.ready("decode") if endpoint is not decode]
         for endpoint in [decode, *others[:1]] if decode.ready else others[:2]:
             try:
                 reply = await self._client.call(endpoint, request, leg="release", limit=Limit(_LIMIT_S))

@@ -40,7 +40,11 @@ _EXACT = 2.0**53
 _LONG = 1000
 # Without any of these a request is split.
 _ALONE = ("echo", "use_beam_search", "background")
-_SUSPECTS = frozenset({"n", "best_of", "prompt", "prompt_logprobs", "prompt_embeds", "previous_response_id", *_ALONE})
+_MANY = ("n", "best_of")
+_ALONE_IF_THERE = ("prompt_logprobs", "prompt_embeds", "previous_response_id")
+_SUSPECTS = frozenset({"prompt", *_MANY, *_ALONE_IF_THERE, *_ALONE})
+# What `why_aggregated` may return.
+AGGREGATED_REASONS = (*_MANY, "prompt_list", *_ALONE_IF_THERE, *_ALONE)
 
 KINDS: Mapping[str, ApiKind] = {
     kind.route: kind
@@ -82,6 +86,24 @@ KINDS: Mapping[str, ApiKind] = {
             has_ignore_eos=False,
         ),
     )
+}
+
+
+# Served whole by one decode endpoint: methods by path.
+PASSED_ON: Mapping[str, tuple[str, ...]] = {
+    "/tokenize": ("POST",),
+    "/detokenize": ("POST",),
+    "/v1/embeddings": ("POST",),
+    "/v1/messages/count_tokens": ("POST",),
+    "/v1/score": ("POST",),
+    "/score": ("POST",),
+    "/v1/rerank": ("POST",),
+    "/rerank": ("POST",),
+    "/v2/rerank": ("POST",),
+    "/v2/embed": ("POST",),
+    "/classify": ("POST",),
+    "/pooling": ("POST",),
+    "/version": ("GET",),
 }
 
 
@@ -194,12 +216,12 @@ def why_aggregated(fields: Mapping[str, Any]) -> str | None:
     """
     if fields.keys().isdisjoint(_SUSPECTS):
         return None
-    for key in ("n", "best_of"):
+    for key in _MANY:
         if _number(fields.get(key)) > 1:
             return key
     if _many_prompts(fields.get("prompt")):
         return "prompt_list"
-    for key in ("prompt_logprobs", "prompt_embeds", "previous_response_id"):
+    for key in _ALONE_IF_THERE:
         if fields.get(key) is not None:
             return key
     return next((key for key in _ALONE if fields.get(key)), None)

@@ -11,26 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.client import header_map
 from proxy.errors import NotSupportedError, ProxyError, error_body
-from proxy.inference import InferenceRoute, PassedOnRoute, Services
+from proxy.inference import InferenceRoute, PassedOnRoute, Route, Services
 from proxy.own_routes import OwnRoutes
-from proxy.request import KINDS
-
-# Served whole by one decode endpoint.
-PASSED_ON: Mapping[str, tuple[str, ...]] = {
-    "/tokenize": ("POST",),
-    "/detokenize": ("POST",),
-    "/v1/embeddings": ("POST",),
-    "/v1/messages/count_tokens": ("POST",),
-    "/v1/score": ("POST",),
-    "/score": ("POST",),
-    "/v1/rerank": ("POST",),
-    "/rerank": ("POST",),
-    "/v2/rerank": ("POST",),
-    "/v2/embed": ("POST",),
-    "/classify": ("POST",),
-    "/pooling": ("POST",),
-    "/version": ("GET",),
-}
+from proxy.request import KINDS, PASSED_ON
 
 # Known, but not served here.
 NOT_SERVED: Mapping[str, str] = {
@@ -54,13 +37,13 @@ _ANY_OBJECT = {"required": True, "content": {"application/json": {"schema": {"ty
 _CLIENT_ERROR, _UNAVAILABLE = 400, 503
 
 
-def hot_routes(services: Services) -> Mapping[str, ASGIApp]:
+def hot_routes(services: Services) -> Mapping[str, Route]:
     """Return the routes that engines serve, by path; the application calls them without FastAPI's own layers."""
-    routes: dict[str, ASGIApp] = {kind.route: InferenceRoute(services, kind) for kind in KINDS.values()}
+    routes: dict[str, Route] = {kind.route: InferenceRoute(services, kind) for kind in KINDS.values()}
     return routes | {path: PassedOnRoute(services, path) for path in PASSED_ON}
 
 
-def make_router(services: Services, hot: Mapping[str, ASGIApp]) -> APIRouter:
+def make_router(services: Services, hot: Mapping[str, Route]) -> APIRouter:
     """Return all routes."""
     router = APIRouter()
     for path, route in hot.items():

@@ -13,6 +13,7 @@ import ssl
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -40,13 +41,18 @@ class ServerSettings:
     log_level: str = "info"
 
 
-def serve(config: ProxyConfig, settings: ServerSettings, counts: SharedCounts | None = None) -> None:
-    """Serve until a signal ends it; `counts` is the table of all workers, None where this is the only process."""
+def serve(
+    config: ProxyConfig,
+    settings: ServerSettings,
+    counts: SharedCounts | None = None,
+    kv_store: Path | None = None,
+) -> None:
+    """Serve until a signal ends it; table of counts and file of KV figures are those of all workers, None for one."""
     allow_many_files()
     set_up_logging(settings.log_level)
     # uvicorn raises the signal again once it has stopped in order; that is no failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    app = create_app(config, counts=counts)
+    app = create_app(config, counts=counts, kv_store=kv_store)
     servers = [_Server(_settings_of(app, settings, config))]
     sockets = [settings.listener]
     if settings.admin is not None:

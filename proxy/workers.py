@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -24,15 +22,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _SHORT_LIFE_S = 2.0
 _LAST_SECONDS = 5.0
-# Where prometheus-client keeps the metrics of all processes; it looks there when it is imported.
-METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
-
-
-def share_metrics() -> str:
-    """Make the directory in which all workers count; before anything imports prometheus-client."""
-    directory = tempfile.mkdtemp(prefix="pdcluster-proxy-")
-    os.environ[METRICS_DIRECTORY] = directory
-    return directory
 
 
 class Workers:
@@ -115,8 +104,3 @@ class Workers:
     def _send(self, number: int) -> None:
         for child in self._rows:
             os.kill(child, number)
-
-
-def forget_metrics(directory: str) -> None:
-    """Remove the directory in which workers counted."""
-    shutil.rmtree(directory, ignore_errors=True)

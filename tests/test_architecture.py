@@ -36,7 +36,7 @@ PROXY_LAYERS = [
     {"workers"},
     {"config", "rate_limits"},
     {"request", "trace", "exchange"},
-    {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client"},
+    {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client", "tallies"},
     {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek", "linked_client", "client_protocol"},
     {"load", "release", "gate"},
     {"handoff"},

@@ -7,8 +7,7 @@ from pdcluster.compat import find_problems
 from pdcluster.model_facts import ModelFacts
 from pdcluster.spec_loading import load_spec
 from proxy.api_keys import load_key_file
-from proxy.request import KINDS
-from proxy.routes import PASSED_ON
+from proxy.request import KINDS, PASSED_ON
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -10,15 +10,6 @@ from proxy.request import InferenceRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """Keeps endpoints that are ready."""
-
-    def filter(self, request: InferenceRequest, endpoints: Sequence[Endpoint]) -> list[Endpoint]:  # noqa: ARG002
-        """Return the ready ones."""
-        return [endpoint for endpoint in endpoints if endpoint.ready]
-
-
-@dataclass(frozen=True, slots=True)
 class Untried:
     """Drops endpoints that already failed this request, unless none would be left."""
 

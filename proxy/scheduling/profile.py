@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from proxy.endpoints import Endpoint, Pools
 from proxy.request import InferenceRequest
-from proxy.scheduling.base import Filter, Picker, Placement, Scorer
-from proxy.scheduling.filters import Ready, Untried
+from proxy.scheduling.base import Picker, Placement, Scorer
+from proxy.scheduling.filters import Untried
 from proxy.scheduling.scorers import LeastInFlight
 
 
@@ -19,7 +19,6 @@ class Scheduler:
     pools: Pools
     picker: Picker
     scorer: Scorer = field(default_factory=LeastInFlight)
-    ready: Filter = field(default_factory=Ready)
 
     def place(self, request: InferenceRequest, tried: Collection[str], aggregated: str | None) -> Placement | None:
         """Return a placement, None where no decode endpoint is ready.
@@ -27,7 +26,7 @@ class Scheduler:
         `aggregated` is the reason why the request must run on decode alone. A decode endpoint that has a usable
         prefill is preferred; only where none has, the placement is decode alone with the reason "no_prefill".
         """
-        decodes = self._filtered(request, self.pools.of_role("decode"), tried)
+        decodes = self._untried(request, self.pools.ready("decode"), tried)
         if not decodes:
             return None
         if aggregated is not None:
@@ -38,13 +37,12 @@ class Scheduler:
         prefills = self.pools.partners(decode)
         if not prefills:
             return Placement(decode, None, "no_prefill")
-        return Placement(decode, self._choose(request, self._filtered(request, prefills, tried)))
+        return Placement(decode, self._choose(request, self._untried(request, prefills, tried)))
 
-    def _filtered(
+    def _untried(
         self, request: InferenceRequest, endpoints: Sequence[Endpoint], tried: Collection[str]
-    ) -> list[Endpoint]:
-        kept = self.ready.filter(request, endpoints)
-        return Untried(tried).filter(request, kept) if tried else kept
+    ) -> Sequence[Endpoint]:
+        return Untried(tried).filter(request, endpoints) if tried else endpoints
 
     def _choose(self, request: InferenceRequest, endpoints: Sequence[Endpoint]) -> Endpoint:
         return self.picker.pick(endpoints, self.scorer.score(request, endpoints))

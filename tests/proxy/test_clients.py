@@ -92,7 +92,7 @@ async def test_what_is_not_http_is_400_in_json(rig):
     answer = await all_of(reader)
     writer.close()
     assert answer.startswith(b"HTTP/1.1 400")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == "Invalid HTTP request received."
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == "this is not HTTP/1.1"
 
 
 async def test_a_client_that_reads_nothing_makes_its_engine_wait_and_slows_no_other(make_rig):

@@ -205,6 +205,12 @@ class Collector:
     def feed(self, data):
         self.data += data
 
+    def chunk(self, data, start):
+        if not data.endswith(b"\r\n"):
+            return False
+        self.data += data[start:-2]
+        return True
+
     def end(self, error):
         self.ended.set_result(error)
 
