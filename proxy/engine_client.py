@@ -18,6 +18,7 @@ from proxy.endpoints import Endpoint
 from proxy.engine_connection import EngineConnection
 from proxy.errors import EngineFailedError
 from proxy.exchange import Exchange, Limit
+from proxy.gathering import Gathering
 
 # Shorter than the 5 s after which vLLM's server closes idle connections, so that none is used while it goes.
 _KEEPALIVE_S = 4.0
@@ -53,7 +54,8 @@ class EngineRequest(NamedTuple):
 class _Pool:
     """The connections to one engine: idle ones by age, and all of them, to be closed at the end."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, gathering: Gathering) -> None:
+        self.gathering = gathering
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         self.host = parts.hostname or ""
@@ -78,7 +80,7 @@ class _Pool:
     async def connect(self) -> EngineConnection:
         """Open a connection."""
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: EngineConnection(self._free, self._lost),
+            lambda: EngineConnection(self._free, self._lost, self.gathering),
             self.host,
             self.port,
             ssl=self.ssl,
@@ -118,6 +120,7 @@ class EngineClient:
     def __init__(self, timeouts: Timeouts) -> None:
         self._connect_limit = timeouts.connect
         self._pools: dict[str, _Pool] = {}
+        self._gathering = Gathering()
 
     async def open(
         self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit, whole: bool = False
@@ -125,7 +128,7 @@ class EngineClient:
         """Send a request and wait for status and headers, or for the whole answer; the caller closes the exchange."""
         pool = self._pools.get(endpoint.url)
         if pool is None:
-            pool = self._pools[endpoint.url] = _Pool(endpoint.url)
+            pool = self._pools[endpoint.url] = _Pool(endpoint.url, self._gathering)
         head = _head(request, pool)
         connection = pool.reuse()
         while True:

@@ -11,6 +11,7 @@ import httptools
 
 from proxy.errors import EngineFailedError
 from proxy.exchange import Exchange
+from proxy.gathering import BURST_S, Gathering
 
 # Bytes of a body up to which one write of a copy is cheaper than a vectored one.
 _WORTH_A_COPY = 1 << 16
@@ -39,8 +40,13 @@ class EngineConnection(asyncio.Protocol):
     """Speaks HTTP/1.1. `on_free` hears when it may be used again, `on_lost` when it is gone."""
 
     def __init__(
-        self, on_free: Callable[[EngineConnection], None], on_lost: Callable[[EngineConnection], None]
+        self,
+        on_free: Callable[[EngineConnection], None],
+        on_lost: Callable[[EngineConnection], None],
+        gathering: Gathering,
     ) -> None:
+        self._gathering = gathering
+        self._held = False
         self._on_free = on_free
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -125,9 +131,20 @@ class EngineConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again."""
-        if self._transport is not None and not self._transport.is_closing():
+        """Read again; where the connection is held, once it is let go."""
+        if not self._held and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
+
+    def hold(self) -> None:
+        """Read nothing more until `go_on`."""
+        self._held = True
+        self.pause_reading()
+
+    def go_on(self) -> None:
+        """Read again, unless a slow client keeps the exchange waiting."""
+        self._held = False
+        if self._exchange is None or not self._exchange.paused:
+            self.resume_reading()
 
     # asyncio.Protocol
 
@@ -141,7 +158,7 @@ class EngineConnection(asyncio.Protocol):
         if self._between and self._take is not None and exchange is not None and len(data) < _LONGEST_CHUNK:
             size_line = _SIZE_LINES[len(data)]
             if data.startswith(size_line) and self._take(data, len(size_line)):
-                exchange.last = time.monotonic()
+                self._stamp(exchange, time.monotonic())
                 return
         if exchange is None:
             self.drop()
@@ -164,10 +181,18 @@ class EngineConnection(asyncio.Protocol):
                 piece = self._inflated(piece, exchange)
             if piece and exchange.error is None:
                 exchange.put(piece)
+                if exchange.piped and not exchange.complete:
+                    self._stamp(exchange, time.monotonic())
         if exchange.complete:
             self._finish(exchange)
         elif self._spoilt:
             self.drop()
+
+    def _stamp(self, exchange: Exchange, now: float) -> None:
+        """Note when a piped stream's bytes came; what comes too fast is gathered."""
+        if now - exchange.last < BURST_S and not self._held:
+            self._gathering.add(self)
+        exchange.last = now
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail what was under way, unless the end of the connection is what ends the answer."""

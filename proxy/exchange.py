@@ -75,7 +75,7 @@ class Connection(Protocol):
 class Exchange:
     """A request and its answer. `who` names leg and endpoint in errors; `status` is 0 until the headers are there.
 
-    `last` is when the last bytes of a piped stream came (monotonic seconds).
+    `last` is when the last bytes of a piped stream came (monotonic seconds); its connection stamps it.
     `untouched` is true where a connection that was reused broke before any byte of an answer: the engine had closed it
     as idle, and what can be asked twice may be asked again.
     """
@@ -120,6 +120,11 @@ class Exchange:
         """Leg and endpoint, for errors."""
         leg, endpoint = self._names
         return f"{leg}: {endpoint}"
+
+    @property
+    def piped(self) -> bool:
+        """Tell whether a sink takes what comes."""
+        return self._sink is not None
 
     async def opened(self, limit: Limit) -> None:
         """Wait for status and headers, or for the whole answer; raises `EngineFailedError`."""
@@ -196,7 +201,6 @@ class Exchange:
     def put(self, data: bytes) -> None:
         """Take the next bytes of the body."""
         if self._sink is not None:
-            self.last = time.monotonic()
             self._sink.feed(data)
             return
         self._pieces.append(data)
