@@ -18,7 +18,6 @@ from proxy.endpoints import Endpoint
 from proxy.engine_connection import EngineConnection
 from proxy.errors import EngineFailedError
 from proxy.exchange import Exchange, Limit
-from proxy.gathering import Gathering
 
 # Shorter than the 5 s after which vLLM's server closes idle connections, so that none is used while it goes.
 _KEEPALIVE_S = 4.0
@@ -54,8 +53,7 @@ class EngineRequest(NamedTuple):
 class _Pool:
     """The connections to one engine: idle ones by age, and all of them, to be closed at the end."""
 
-    def __init__(self, url: str, gathering: Gathering) -> None:
-        self.gathering = gathering
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         self.host = parts.hostname or ""
@@ -80,7 +78,7 @@ class _Pool:
     async def connect(self) -> EngineConnection:
         """Open a connection."""
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: EngineConnection(self._free, self._lost, self.gathering),
+            lambda: EngineConnection(self._free, self._lost),
             self.host,
             self.port,
             ssl=self.ssl,
@@ -120,7 +118,6 @@ class EngineClient:
     def __init__(self, timeouts: Timeouts) -> None:
         self._connect_limit = timeouts.connect
         self._pools: dict[str, _Pool] = {}
-        self._gathering = Gathering()
 
     async def open(
         self, endpoint: Endpoint, request: EngineRequest, *, leg: str, limit: Limit, whole: bool = False
@@ -128,7 +125,7 @@ class EngineClient:
         """Send a request and wait for status and headers, or for the whole answer; the caller closes the exchange."""
         pool = self._pools.get(endpoint.url)
         if pool is None:
-            pool = self._pools[endpoint.url] = _Pool(endpoint.url, self._gathering)
+            pool = self._pools[endpoint.url] = _Pool(endpoint.url)
         head = _head(request, pool)
         connection = pool.reuse()
         while True:

@@ -11,7 +11,6 @@ import httptools
 
 from proxy.errors import EngineFailedError
 from proxy.exchange import Exchange
-from proxy.gathering import BURST_S, Gathering
 
 # Bytes of a body up to which one write of a copy is cheaper than a vectored one.
 _WORTH_A_COPY = 1 << 16
@@ -19,6 +18,11 @@ _FIRST_FINAL_STATUS, _LAST_STATUS = 200, 599
 _WITHOUT_BODY = (204, 304)
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 _LONGEST_CHUNK = 4096
+# Engines make an event in every step of some milliseconds. What comes faster than the first was held up somewhere, or
+# comes from a tiny model: after some such events it is gathered for the second (seconds), and others go first, who wait
+# for their first token.
+FAST_S, HOLD_S = 0.002, 0.01
+FAST_EVENTS = 3
 
 
 def _size_line(length: int) -> bytes:
@@ -43,10 +47,9 @@ class EngineConnection(asyncio.Protocol):
         self,
         on_free: Callable[[EngineConnection], None],
         on_lost: Callable[[EngineConnection], None],
-        gathering: Gathering,
     ) -> None:
-        self._gathering = gathering
         self._held = False
+        self._fast = 0  # events in a row that came too fast
         self._on_free = on_free
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -86,7 +89,7 @@ class EngineConnection(asyncio.Protocol):
             raise RuntimeError("the connection is in use")
         self._exchange = exchange = Exchange(self, leg, endpoint, whole)
         self._answered = False
-        self._end = 0
+        self._end = self._fast = 0
         if len(body) < _WORTH_A_COPY:
             self._transport.write(b"".join((head, body, tail)))
         else:
@@ -135,14 +138,17 @@ class EngineConnection(asyncio.Protocol):
         if not self._held and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def hold(self) -> None:
-        """Read nothing more until `go_on`."""
+    def _hold(self) -> None:
+        """Read nothing more for a moment."""
         self._held = True
         self.pause_reading()
+        asyncio.get_running_loop().call_later(HOLD_S, self._go_on)
 
-    def go_on(self) -> None:
-        """Read again, unless a slow client keeps the exchange waiting."""
+    def _go_on(self) -> None:
+        """Read again, unless a slow client keeps the exchange waiting; what comes at once was held up."""
         self._held = False
+        if self._exchange is not None:
+            self._exchange.last = time.monotonic()
         if self._exchange is None or not self._exchange.paused:
             self.resume_reading()
 
@@ -190,8 +196,12 @@ class EngineConnection(asyncio.Protocol):
 
     def _stamp(self, exchange: Exchange, now: float) -> None:
         """Note when a piped stream's bytes came; what comes too fast is gathered."""
-        if now - exchange.last < BURST_S and not self._held:
-            self._gathering.add(self)
+        if now - exchange.last >= FAST_S:
+            self._fast = 0
+        elif self._fast < FAST_EVENTS:  # a stream's last events come together, and must not wait
+            self._fast += 1
+        elif not self._held:
+            self._hold()
         exchange.last = now
 
     def connection_lost(self, exc: Exception | None) -> None:
