@@ -116,6 +116,10 @@ class ClientProtocol(HttpToolsProtocol):
             self._stalled.cancel()
         for client in list(self._clients):
             client.left()
+        # These refer to us, and only a slow collection would free the lot.
+        self._clients.clear()
+        self._waiting.clear()
+        self.on_header = self.cycle = self.parser = self._receiving = None  # type: ignore[assignment,method-assign]
 
     def pause_writing(self) -> None:
         """Make the engine wait, but not for ever: a client that never reads would hold its KV."""
