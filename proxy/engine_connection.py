@@ -21,7 +21,7 @@ _LONGEST_CHUNK = 4096
 # Engines make an event in every step of some milliseconds. What comes faster than the first was held up somewhere, or
 # comes from a tiny model: what follows is gathered for the second (seconds), and others go first, who wait for their
 # first token. An answer's last events come together and never wait: only what vLLM marks as unfinished does.
-FAST_S, HOLD_S = 0.002, 0.01
+FAST_S, HOLD_S = 0.002, 0.016
 _UNFINISHED = b'"finish_reason":null'
 
 
