@@ -1,8 +1,7 @@
 """Which endpoints have seen which beginnings of prompts: approximate, from what was sent there. Pure.
 
 A prompt becomes a chain of keys, one a chunk, each of which stands for all of the prompt up to the end of its chunk.
-The index keeps for every key the set of endpoints as bits of one integer, so that a look-up walks the keys of one
-prompt, whatever the number of endpoints; and for every endpoint its keys by last use, the oldest of which go first.
+The index keeps the endpoints of every key, and for every endpoint its keys by last use, the oldest of which go first.
 
 Sizes are in characters of text, or four for a token id: see `prompt_text`.
 """
@@ -10,9 +9,11 @@ Sizes are in characters of text, or four for a token id: see `prompt_text`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import compress, islice
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
+
+from proxy.scheduling.key_table import KeyTable
 
 # (length of a chunk, where such chunks end): fine where prompts part most often, coarse where a chunk is still about
 # an eighth of what stands before it. Five million characters are 160 keys.
@@ -21,8 +22,6 @@ _BANDS = ((512, 4096), (2048, 65_536), (8192, 524_288), (65_536, 1 << 62))
 _DROPPED_AT_ONCE = 128
 # The fullest endpoint is looked for once for so many entries.
 _TAKEN_AT_ONCE = 256
-_FEW = 32  # bits that are faster taken one by one
-_BIT_VALUES = bytes.maketrans(b"0", b"\0")
 
 
 class Chain(NamedTuple):
@@ -70,7 +69,7 @@ def _sizes() -> Iterator[int]:
 
 
 class _Held:
-    """What one endpoint is believed to hold, in order of last use; `bit` marks it in the table."""
+    """What one endpoint is believed to hold, in order of last use."""
 
     __slots__ = ("bit", "chunks", "size")
 
@@ -83,19 +82,16 @@ class _Held:
 class PrefixIndex:
     """Endpoints, by small numbers that the caller gives, and the beginnings of prompts that they were sent.
 
-    At most `entries` pairs of key and endpoint are kept (about 200 bytes each). A key leaves an endpoint no later than
+    At most `entries` pairs of key and endpoint are kept (about 260 bytes each). A key leaves an endpoint no later than
     those that follow it in its chain: what an endpoint holds is always a set of whole beginnings.
     """
 
     def __init__(self, entries: int = 1_000_000) -> None:
         self._most = entries
         self._count = 0
-        self._table: dict[int, int] = {}  # key -> bits
+        self._table: KeyTable[int] = KeyTable()
         self._held: dict[int, _Held] = {}
         self._limits: dict[int, int] = {}
-        self._numbers: list[int] = []  # place of a bit -> endpoint
-        self._live = 0
-        self._free: list[int] = []
         self._dropped: list[_Held] = []
 
     def __len__(self) -> int:
@@ -108,26 +104,16 @@ class PrefixIndex:
 
     def matched(self, prompt: Chain) -> Mapping[int, int]:
         """Return the matched length for each endpoint that holds at least the first chunk."""
-        table, alive = self._table, self._live
-        found: dict[int, int] = {}
-        for index, key in enumerate(prompt.keys):
-            now = table.get(key, 0) & alive
-            if now != alive:
-                if index:
-                    found |= dict.fromkeys(self._endpoints(alive ^ now), covered(index))
-                alive = now
-                if not alive:
-                    return found
-        if prompt.keys:
-            found |= dict.fromkeys(self._endpoints(alive), covered(len(prompt.keys)))
-        return found
+        return self._table.leading(prompt.keys, covered)
 
     def record(self, endpoint: int, prompt: Chain) -> None:
         """Note that an endpoint was sent a prompt, and so will hold it."""
         if self._dropped:
             self._drop(_DROPPED_AT_ONCE)
-        held = self._of(endpoint)
-        chunks, table, bit, before = held.chunks, self._table, held.bit, len(held.chunks)
+        held = self._held.get(endpoint)
+        if held is None:
+            held = self._held[endpoint] = _Held(self._table.bit_of(endpoint))
+        chunks, add, bit, before = held.chunks, self._table.add, held.bit, len(held.chunks)
         sizes = list(islice(_sizes(), len(prompt.keys)))
         # The last chunk first: so the first is the one used last, and the last to go.
         for key in reversed(prompt.keys):
@@ -136,7 +122,7 @@ class PrefixIndex:
                 chunks.move_to_end(key)
             else:
                 chunks[key] = size
-                table[key] = table.get(key, 0) | bit
+                add(key, bit)
                 held.size += size
         self._count += len(chunks) - before
         limit = self._limits.get(endpoint, held.size)
@@ -148,43 +134,15 @@ class PrefixIndex:
     def forget(self, endpoint: int) -> None:
         """Note that an endpoint holds nothing any more: it was restarted, or is gone."""
         held = self._held.pop(endpoint, None)
-        if held is None:
-            return
-        self._live ^= held.bit
-        self._dropped.append(held)
-
-    def _of(self, endpoint: int) -> _Held:
-        held = self._held.get(endpoint)
-        if held is None:
-            if not self._free:
-                self._free.append(len(self._numbers))
-                self._numbers.append(endpoint)
-            place = self._free.pop()
-            self._numbers[place] = endpoint
-            held = self._held[endpoint] = _Held(1 << place)
-            self._live |= held.bit
-        return held
-
-    def _endpoints(self, bits: int) -> Iterable[int]:
-        numbers = self._numbers
-        if bits.bit_count() > _FEW:
-            return compress(numbers, f"{bits:b}"[::-1].encode().translate(_BIT_VALUES))
-        found = []
-        while bits:
-            lowest = bits & -bits
-            found.append(numbers[lowest.bit_length() - 1])
-            bits ^= lowest
-        return found
+        if held is not None:
+            self._table.retire(endpoint)
+            self._dropped.append(held)
 
     def _forget_oldest(self, held: _Held) -> None:
         key, size = held.chunks.popitem(last=False)
         held.size -= size
         self._count -= 1
-        rest = self._table[key] ^ held.bit
-        if rest:
-            self._table[key] = rest
-        else:
-            del self._table[key]
+        self._table.drop(key, held.bit)
 
     def _make_room(self, held: _Held) -> None:
         """Take from dropped endpoints, else from this one if it has its share, else from the one with the most."""
@@ -202,4 +160,4 @@ class PrefixIndex:
             self._forget_oldest(held)
         if not held.chunks:
             self._dropped.pop()
-            self._free.append(held.bit.bit_length() - 1)
+            self._table.release(held.bit)

@@ -103,8 +103,8 @@ def test_forgetting_again_and_again_leaves_nothing_behind():
     for turn in range(20):
         index.record(1, chain(str(turn)))
     assert len(index) == 0
-    assert len(index._numbers) <= 4
-    assert not index._table
+    assert len(index._table._owners) <= 4
+    assert len(index._table) == 0
 
 
 def test_what_was_used_last_is_kept():
@@ -205,4 +205,4 @@ def test_it_never_holds_more_than_it_may(steps, most):
             index.record(endpoint, PROMPTS[number])
         assert len(index) <= most
         assert len(index) == sum(len(held.chunks) for held in [*index._held.values(), *index._dropped])
-        assert len(index) == sum(bits.bit_count() for bits in index._table.values())
+        assert len(index) == sum(bits.bit_count() for bits in index._table._bits.values())
