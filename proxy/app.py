@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from proxy.admission import Admission, QueueLimits
 from proxy.config import ProxyConfig
 from proxy.connectors import CONNECTORS
 from proxy.endpoints import Endpoint, Pools, State
@@ -32,8 +33,12 @@ from proxy.rate_limits import COLUMNS_PER_KEY, RateLimits
 from proxy.release import Releases
 from proxy.request import KINDS, PASSED_ON
 from proxy.routes import error_response, hot_routes, make_router
-from proxy.scheduling.pickers import BestPicker
-from proxy.scheduling.profile import Scheduler
+from proxy.scheduling.dispatcher import Dispatcher
+from proxy.scheduling.job import Targets
+from proxy.scheduling.lanes import Lanes
+from proxy.scheduling.prefix_index import PrefixIndex
+from proxy.scheduling.seats import Rooms
+from proxy.scheduling.shared_load import SharedLoad
 from proxy.shared_counts import SharedCounts
 from proxy.trace import outcome_of
 
@@ -41,6 +46,7 @@ _LOG = logging.getLogger("proxy")
 _METHOD_NOT_ALLOWED = 405
 _RELEASES_S = 2.0
 _FIRST_LOOK_S = 2.0
+_CHARACTERS_PER_TOKEN = 4
 
 
 class _Application(FastAPI):
@@ -76,14 +82,18 @@ class _Application(FastAPI):
 
 
 def shared_counts(config: ProxyConfig, workers: int) -> SharedCounts:
-    """Return the table that the workers of a proxy share: requests in flight, what API keys have used, metrics."""
-    endpoints = len(config.endpoints)
-    return SharedCounts(_first_of_metrics(config) + METRIC_COLUMNS, workers, volatile=endpoints)
+    """Return the table that the workers of a proxy share: load of endpoints, what API keys have used, metrics."""
+    return SharedCounts(_first_of_metrics(config) + METRIC_COLUMNS, workers, volatile=_first_of_keys(config))
+
+
+def _first_of_keys(config: ProxyConfig) -> int:
+    """Return the column after those of the endpoints: requests in flight, then tokens to prefill."""
+    return 2 * len(config.endpoints)
 
 
 def _first_of_metrics(config: ProxyConfig) -> int:
     keys = 0 if config.api_keys is None else len(config.api_keys)
-    return len(config.endpoints) + keys * COLUMNS_PER_KEY
+    return _first_of_keys(config) + keys * COLUMNS_PER_KEY
 
 
 def create_app(
@@ -137,7 +147,7 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
     handoffs = Handoffs(
         config=config,
         pools=pools,
-        scheduler=Scheduler(pools, BestPicker(rng)),
+        admission=_make_admission(config, pools, metrics, rng),
         connector=CONNECTORS[config.connector](),
         client=client,
         metrics=metrics,
@@ -152,10 +162,27 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
         client=client,
         watcher=Watcher(pools, client, config.health_interval, probe_headers, time.monotonic),
         metrics=metrics,
-        gate=Gate(config.api_keys, RateLimits(counts, len(endpoints), time.time), metrics),
+        gate=Gate(config.api_keys, RateLimits(counts, _first_of_keys(config), time.time), metrics),
         authorization=authorization,
         ids=ids,
     )
+
+
+def _make_admission(config: ProxyConfig, pools: Pools, metrics: Metrics, rng: random.Random) -> Admission:
+    """Put together what places requests."""
+    told = config.scheduling
+    lanes, rooms, index = Lanes(), Rooms(rng, told.tpot_ms / 1000), PrefixIndex()
+    for number, endpoint in enumerate(pools.endpoints):
+        if endpoint.role == "prefill":
+            lanes.add(endpoint.name, number)
+            index.limit(number, round(told.prefix_tokens * _CHARACTERS_PER_TOKEN))
+        else:
+            rooms.add(endpoint.name, number).seats = told.seats
+    targets = Targets(base=told.ttft_ms / 1000, each=told.ttft_per_token_ms / 1000)
+    dispatcher = Dispatcher(lanes, rooms, index, rng, targets, config.excluded_pairs)
+    shared = SharedLoad(pools.endpoints, dispatcher, len(pools.endpoints))
+    limits = QueueLimits(told.queue_size, told.queue_seconds)
+    return Admission(dispatcher, pools, shared, limits, metrics, time.monotonic)
 
 
 async def _answer_proxy_error(request: Request, error: Exception) -> Response:

@@ -37,7 +37,7 @@ class UsageError(Exception):
 
 def _proxy(flags: dict[str, Any]) -> None:
     """Put one OpenAI-compatible endpoint in front of prefill and decode engines of vLLM."""
-    from proxy.config import ClientLimits, ProxyConfig, Timeouts
+    from proxy.config import ClientLimits, ProxyConfig, SchedulingConfig, Timeouts
 
     names = _endpoints(flags["prefill"] or [], "prefill") + _endpoints(flags["decode"] or [], "decode")
     _check(names, flags["connector"], flags["fallback"], flags["log_level"])
@@ -59,6 +59,15 @@ def _proxy(flags: dict[str, Any]) -> None:
             headers=flags["header_timeout"] or None,
             idle=flags["idle_timeout"] or None,
             total=flags["total_timeout"] or None,
+        ),
+        scheduling=SchedulingConfig(
+            ttft_ms=flags["ttft_ms"],
+            ttft_per_token_ms=flags["ttft_per_token_ms"],
+            tpot_ms=flags["tpot_ms"],
+            queue_size=flags["queue_size"],
+            queue_seconds=flags["queue_timeout"],
+            prefix_tokens=flags["prefix_cache_tokens"],
+            seats=flags["decode_seats"],
         ),
         lease_seconds=flags["lease_seconds"],
         health_interval=flags["health_interval"],

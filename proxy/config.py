@@ -50,6 +50,22 @@ class ClientLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulingConfig:
+    """How requests are placed: targets for first tokens and between tokens, and how many may wait for how long.
+
+    `prefix_tokens` is how much of prompts a prefill engine is believed to keep in its cache.
+    """
+
+    ttft_ms: float = 500.0
+    ttft_per_token_ms: float = 0.25
+    tpot_ms: float = 30.0
+    queue_size: int = 4096
+    queue_seconds: float = 600.0
+    prefix_tokens: int = 500_000
+    seats: int = 256
+
+
+@dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """Everything that `create_app` needs.
 
@@ -69,3 +85,4 @@ class ProxyConfig:
     engine_api_key: str | None = field(default=None, repr=False)
     api_keys: ApiKeys | None = None
     cors_origins: tuple[str, ...] = ()
+    scheduling: SchedulingConfig = SchedulingConfig()

@@ -150,7 +150,7 @@ class InferenceRoute(Route):
         request = InferenceRequest(self._kind, call.raw, call.fields, call.headers)
         served = None
         try:
-            served = await handoffs.serve(request, trace)
+            served = await handoffs.serve(request, trace, call.admitted.key)
             path = f"{trace.path}; reason={trace.reason}" if trace.reason else trace.path
             trace.outcome = outcome_of(served.answer.status)
             trace.answering = True

@@ -63,9 +63,10 @@ FAMILIES: tuple[Family, ...] = (
     Family("handoffs_released", "Prefills whose KV was given back before any decode knew of it"),
     _counter(
         "refusals",
-        "Requests refused by API key or its limits",
+        "Requests refused by API key, its limits, or for want of a free engine",
         "reason",
         *("no_key", "unknown_key", "requests_per_minute", "tokens_per_minute"),
+        *("deadline", "queue_timeout", "queue_full"),
     ),
     Family("queue_seconds", "Body read to placement", bounds=_LONG),
     Family("prefill_seconds", "Prefill leg", bounds=_LONG),

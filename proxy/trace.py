@@ -15,6 +15,7 @@ Outcome = Literal[
     "internal_error",  # a bug of ours
 ]
 
+_TELLING = 8
 _CLIENT_ERROR, _SERVER_ERROR, _UNAVAILABLE = 400, 500, 503
 
 
@@ -46,3 +47,10 @@ class Trace:
     reason: str = ""
     outcome: Outcome = "ok"
     ended: float | None = None
+
+    @property
+    def pace(self) -> float | None:
+        """The seconds between a stream's events, where there were enough of them to tell."""
+        if self.first_byte is None or self.last_byte is None or self.events < _TELLING:
+            return None
+        return (self.last_byte - self.first_byte) / (self.events - 1)
