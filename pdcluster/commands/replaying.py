@@ -90,7 +90,7 @@ def replay(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     from pdcluster.replay.report import Known
     from pdcluster.replay.trace import Shape, read_trace
 
-    window = _window(begin, end)
+    window = window_of(begin, end)
     for path in (out, svg):
         writable(path)
     target = parse_target(url, _key(api_key_env))
@@ -158,7 +158,8 @@ def writable(path: Path | None) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def _window(begin: float, end: float | None) -> Window:
+def window_of(begin: float, end: float | None) -> Window:
+    """Return a window; raises `UserError` where it is empty."""
     from pdcluster.errors import UserError
     from pdcluster.replay.trace import Window
 
