@@ -144,13 +144,21 @@ def _start(argv: list[str], environment: dict[str, str] | None = None) -> subpro
 def await_ready(process: subprocess.Popen[bytes], url: str, what: str) -> None:
     """Wait until a server answers 200; raises `UserError`, and ends it, where it does not."""
     deadline = time.monotonic() + _READY_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - a URL of our own making
-                if reply.status == 200:  # noqa: PLR2004
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
-        time.sleep(0.1)
+    try:
+        while time.monotonic() < deadline and process.poll() is None:
+            if _answers(url):
+                return
+            time.sleep(0.1)
+    except BaseException:  # an interrupt: nobody else knows of this process yet
+        stop(process)
+        raise
     stop(process)
-    raise UserError(f"{what} was not ready within {_READY_S:g} s; is this machine busy?")
+    raise UserError(f"{what} did not come up within {_READY_S:g} s; is this machine busy?")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - a URL of our own making
+            return bool(reply.status == 200)  # noqa: PLR2004
+    except (urllib.error.URLError, OSError):
+        return False

@@ -104,9 +104,6 @@ def start_engines(program: Path, ports: Ports, slow: Slow | None = None) -> Engi
         said = engines.said()
         complaints.close()
         raise UserError(f"{error}{said}") from None
-    except BaseException:
-        engines.stop()
-        raise
     return engines
 
 
