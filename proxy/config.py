@@ -53,7 +53,8 @@ class ClientLimits:
 class SchedulingConfig:
     """How requests are placed: targets for first tokens and between tokens, and how many may wait for how long.
 
-    `prefix_tokens` is how much of prompts a prefill engine is believed to keep in its cache.
+    `prefix_tokens` is how much of prompts a prefill engine is believed to keep in its cache, `seats` how many sequences a
+    decode engine runs at once, None for no bound.
     """
 
     ttft_ms: float = 500.0
@@ -62,7 +63,7 @@ class SchedulingConfig:
     queue_size: int = 4096
     queue_seconds: float = 600.0
     prefix_tokens: int = 500_000
-    seats: int = 256
+    seats: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ FLAGS: dict[str, _Flag] = {
     "queue_size": _Flag(int, 4096, "Requests that may wait for an engine, in each worker.", _POSITIVE),
     "queue_timeout": _Flag(float, 600.0, "Seconds that a request may wait for an engine.", _LATER),
     "prefix_cache_tokens": _Flag(int, 500_000, "Tokens that a prefill engine's prefix cache holds.", _POSITIVE),
-    "decode_seats": _Flag(int, 256, "Sequences that a decode engine runs at once (max_num_seqs).", _POSITIVE),
+    "decode_seats": _Flag(
+        int | None, None, "Sequences that a decode engine runs at once (max_num_seqs); more wait here.", _POSITIVE
+    ),
     "api_key_file": _path("Clients' keys in YAML, one `name: key` a line; or set PDCLUSTER_API_KEYS."),
     "requests_per_minute": _Flag(int | None, None, "For each key without a limit of its own.", _POSITIVE),
     "tokens_per_minute": _Flag(int | None, None, "For each key without a limit of its own.", _POSITIVE),

@@ -44,7 +44,9 @@ class Lane:
         return self.dry + self.others - now <= ahead and len(self.works) < _MOST_AT_ONCE
 
     def starts(self, now: float) -> float:
-        """Return when new work would begin."""
+        """Return when new work would begin. What is late already is expected to stay so for as long again."""
+        if self.works and self.dry < now:
+            return now + (now - self.dry) + max(work.seconds for work in self.works.values()) + self.others
         return max(now, self.dry) + self.others
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from proxy.scheduling.learned import Lines
 
-# vLLM's default of max_num_seqs on most devices; a sequence more waits, and its KV with it.
-DEFAULT_SEATS = 256
 _FULL_KV = 0.95
 # An engine's own figures are believed for so long without news (seconds); then it is tried again.
 _STALE_S = 60.0
@@ -29,7 +27,7 @@ class Room:
     taken: int = 0
     tokens: float = 0.0
     others: int = 0  # sequences of other workers
-    seats: int = DEFAULT_SEATS
+    seats: int | None = None  # sequences at once (max_num_seqs), where that is known
     waiting: int = 0  # by its own metrics: it is fuller than we think
     kv_usage: float = 0.0  # 0 to 1
     learned: float = float("-inf")
@@ -42,7 +40,7 @@ class Room:
     @property
     def open(self) -> bool:
         """Tell whether one more would run at once."""
-        return self.load < self.seats and not self.waiting and self.kv_usage < _FULL_KV
+        return (self.seats is None or self.load < self.seats) and not self.waiting and self.kv_usage < _FULL_KV
 
 
 class Rooms:
