@@ -38,7 +38,7 @@ PROXY_LAYERS = [
     {"request", "trace", "exchange"},
     {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client", "tallies"},
     {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek", "linked_client", "client_protocol"},
-    {"load", "release", "gate", "kv_events"},
+    {"load", "release", "gate", "kv_events", "tokens"},
     {"handoff"},
     {"inference"},
     {"own_routes"},
