@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -36,6 +36,9 @@ from proxy.scheduling.pickers import BestPicker
 from proxy.scheduling.profile import Scheduler
 from proxy.shared_counts import SharedCounts
 from proxy.trace import outcome_of
+
+if TYPE_CHECKING:
+    from proxy.kv_events.following import KvEvents
 
 _LOG = logging.getLogger("proxy")
 _METHOD_NOT_ALLOWED = 405
@@ -102,14 +105,17 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(services.watcher.run())
+        tasks = [asyncio.create_task(services.watcher.run())]
+        if services.kv_events is not None:
+            tasks.append(asyncio.create_task(services.kv_events.run()))
         await services.watcher.looked_once(_FIRST_LOOK_S)
         try:
             yield
         finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             await services.handoffs.releases.finish(_RELEASES_S)
             services.client.close()
 
@@ -155,7 +161,21 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
         gate=Gate(config.api_keys, RateLimits(counts, len(endpoints), time.time), metrics),
         authorization=authorization,
         ids=ids,
+        kv_events=_kv_events(config, endpoints, client, probe_headers, metrics) if config.kv_events else None,
     )
+
+
+def _kv_events(
+    config: ProxyConfig, endpoints: Sequence[Endpoint], client: EngineClient, headers: bytes, metrics: Metrics
+) -> KvEvents:
+    """Follow engines' KV events; what that needs is loaded only where it is asked for."""
+    from proxy.kv_events.collector import KvEventsCollector  # noqa: PLC0415
+    from proxy.kv_events.following import Followed, KvEvents  # noqa: PLC0415
+    from proxy.scheduling.block_index import BlockIndex  # noqa: PLC0415
+
+    events = KvEvents(Followed(endpoints, config.kv_events), BlockIndex(), client, headers, time.monotonic)
+    metrics.add(KvEventsCollector(events, endpoints))
+    return events
 
 
 async def _answer_proxy_error(request: Request, error: Exception) -> Response:

@@ -42,6 +42,10 @@ FLAGS: dict[str, _Flag] = {
     "admin_host": _Flag(str, "127.0.0.1", "Address of the admin port."),
     "exclude_pair": _many("Names that must not serve together.", "PREFILL:DECODE"),
     "connector": _Flag(str, "nixl", "How KV moves: nixl."),
+    "kv_events": _many(
+        "Follow an engine's KV events: where it publishes and replays, once a rank; auto asks it (alone: all engines).",
+        "auto|NAME=auto|NAME=ADDRESS[,REPLAY]",
+    ),
     "fallback": _Flag(str, "decode", "Without a usable prefill: decode serves alone, or none (503)."),
     "api_key_file": _path("Clients' keys in YAML, one `name: key` a line; or set PDCLUSTER_API_KEYS."),
     "requests_per_minute": _Flag(int | None, None, "For each key without a limit of its own.", _POSITIVE),

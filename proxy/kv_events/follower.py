@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
+from proxy.config import KvEventSource
 from proxy.kv_events.feed import Feed
-from proxy.kv_events.sources import Source
 from proxy.kv_events.wire import SEQUENCE_BYTES, BatchDecoder, sequence_of
 
 _LOG = logging.getLogger("proxy.kv_events")
@@ -64,7 +64,7 @@ class Follower:
 
     def __init__(
         self,
-        source: Source,
+        source: KvEventSource,
         feed: Feed,
         context: zmq.asyncio.Context,
         clock: Callable[[], float],

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
+from proxy.config import KvEventSource
 from proxy.endpoints import Endpoint
 from proxy.engine_client import EngineClient
 from proxy.errors import EngineFailedError
 from proxy.kv_events.feed import Feed
 from proxy.kv_events.follower import Follower, Patience, Progress
-from proxy.kv_events.sources import SOURCES_PATH, Source, read_sources
+from proxy.kv_events.sources import SOURCES_PATH, read_sources
 from proxy.scheduling.block_index import BlockIndex, Publisher
 
 _LOG = logging.getLogger("proxy.kv_events")
@@ -31,14 +32,14 @@ class _MovedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What to follow: `given` are the sources of some endpoints by rank, the others are asked for theirs.
+    """What to follow: of `endpoints`, those that `given` names, at their sources by rank; () is to ask the engine.
 
     Seconds: `again` between looks at where an engine publishes; `retry` and `longest` the first and the longest pause
     after a failure.
     """
 
     endpoints: Sequence[Endpoint]
-    given: Mapping[str, Sequence[Source]] = field(default_factory=dict)
+    given: Mapping[str, Sequence[KvEventSource]]
     patience: Patience = field(default_factory=Patience)
     again: float = 60.0
     retry: float = 1.0
@@ -70,7 +71,8 @@ class KvEvents:
         try:
             async with asyncio.TaskGroup() as group:
                 for number, endpoint in enumerate(self._followed.endpoints):
-                    group.create_task(self._follow_for_ever(context, number, endpoint))
+                    if endpoint.name in self._followed.given:
+                        group.create_task(self._follow_for_ever(context, number, endpoint))
         finally:
             context.destroy(linger=0)
 
@@ -120,7 +122,7 @@ class KvEvents:
 
     @asynccontextmanager
     async def _ranks(
-        self, context: zmq.asyncio.Context, number: int, sources: Mapping[int, Source]
+        self, context: zmq.asyncio.Context, number: int, sources: Mapping[int, KvEventSource]
     ) -> AsyncIterator[Sequence[Follower]]:
         mine = {}
         for rank, source in sources.items():
@@ -134,9 +136,9 @@ class KvEvents:
             for publisher in mine:
                 del self._followers[publisher]
 
-    async def _sources(self, endpoint: Endpoint) -> Mapping[int, Source]:
-        given = self._followed.given.get(endpoint.name)
-        if given is not None:
+    async def _sources(self, endpoint: Endpoint) -> Mapping[int, KvEventSource]:
+        given = self._followed.given[endpoint.name]
+        if given:
             return dict(enumerate(given))
         reply = await self._client.get(endpoint, SOURCES_PATH, _ASK_LIMIT_S, self._headers)
         if reply.status == _NOT_FOUND:

@@ -1,26 +1,20 @@
-"""Where an engine publishes: as the engine itself says, or as the proxy was told."""
+"""Where an engine publishes, as the engine itself says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
+
+from proxy.config import KvEventSource
 
 SOURCES_PATH = "/kv_event_sources"
 _WILDCARDS = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 
 
-class Source(NamedTuple):
-    """Addresses of one publisher, in ZMQ's form; without `replay` a gap can't be closed."""
-
-    publish: str
-    replay: str | None = None
-    topic: str = ""
-
-
-def read_sources(body: bytes, engine_url: str) -> Mapping[int, Source]:
+def read_sources(body: bytes, engine_url: str) -> Mapping[int, KvEventSource]:
     """Return the sources in an answer to `SOURCES_PATH`, by data-parallel rank; raises `ValueError` for anything else.
 
     An engine that listens on all addresses is found on the one where its HTTP server is.
@@ -39,11 +33,11 @@ def read_sources(body: bytes, engine_url: str) -> Mapping[int, Source]:
     return found
 
 
-def _source(item: Mapping[str, Any], engine_url: str) -> Source:
+def _source(item: Mapping[str, Any], engine_url: str) -> KvEventSource:
     publish, replay, topic = item.get("endpoint"), item.get("replay_endpoint"), item.get("topic")
     if not isinstance(publish, str):
         raise ValueError(f"{SOURCES_PATH}: endpoint is {publish!r}, not an address")  # noqa: TRY004 - data, not a call
-    return Source(
+    return KvEventSource(
         _reachable(publish, engine_url),
         _reachable(replay, engine_url) if isinstance(replay, str) else None,
         topic if isinstance(topic, str) else "",

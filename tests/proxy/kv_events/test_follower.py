@@ -8,9 +8,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from proxy.config import KvEventSource as Source
 from proxy.kv_events.feed import Feed
 from proxy.kv_events.follower import Follower, Patience
-from proxy.kv_events.sources import Source
 from proxy.scheduling.block_index import BlockIndex, Publisher, pack
 from tests.stand_in.publisher import StandInPublisher, batch, cleared, removed, stored
 

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 import orjson
 
 from proxy.config import EndpointConfig
+from proxy.config import KvEventSource as Source
 from proxy.endpoints import Endpoint
 from proxy.engine_client import EngineReply
 from proxy.errors import EngineFailedError
 from proxy.kv_events.follower import Patience
 from proxy.kv_events.following import Followed, KvEvents
-from proxy.kv_events.sources import Source
 from proxy.scheduling.block_index import BlockIndex, Publisher, pack
 from tests.proxy.kv_events.test_follower import until
 from tests.stand_in.publisher import StandInPublisher, stored
@@ -60,7 +60,7 @@ async def publishers(count):
 @asynccontextmanager
 async def followed(names, client, again=60.0, **given):
     events = KvEvents(
-        Followed([endpoint(name) for name in names], given, QUICK, again, 0.01, 0.05),
+        Followed([endpoint(name) for name in names], dict.fromkeys(names, ()) | given, QUICK, again, 0.01, 0.05),
         BlockIndex(),
         client,
         b"",

@@ -3,7 +3,8 @@
 import orjson
 import pytest
 
-from proxy.kv_events.sources import Source, read_sources
+from proxy.config import KvEventSource as Source
+from proxy.kv_events.sources import read_sources
 
 ITEM = {
     "enable_kv_cache_events": True,
