@@ -13,7 +13,7 @@ MODULES = sorted(path for package in ("pdcluster", "proxy") for path in (ROOT / 
 PDCLUSTER_LAYERS = [
     {"errors"},
     {"spec", "flags", "model_facts", "inventory", "models", "nixl_poll"},
-    {"spec_loading", "kv_transfer"},
+    {"spec_loading", "kv_transfer", "kv_events"},
     {"compat", "engine_args", "memory", "slots", "plan"},
     {
         "processes",
@@ -52,6 +52,7 @@ PURE = (
     "pdcluster/slots.py",
     "pdcluster/engine_args.py",
     "pdcluster/kv_transfer.py",
+    "pdcluster/kv_events.py",
     "pdcluster/compat.py",
     "pdcluster/flags.py",
     "pdcluster/memory.py",
