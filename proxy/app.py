@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -41,6 +41,9 @@ from proxy.scheduling.seats import Rooms
 from proxy.scheduling.shared_load import SharedLoad
 from proxy.shared_counts import SharedCounts
 from proxy.trace import outcome_of
+
+if TYPE_CHECKING:
+    from proxy.kv_events.following import KvEvents
 
 _LOG = logging.getLogger("proxy")
 _METHOD_NOT_ALLOWED = 405
@@ -112,14 +115,17 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(services.watcher.run())
+        tasks = [asyncio.create_task(services.watcher.run())]
+        if services.kv_events is not None:
+            tasks.append(asyncio.create_task(services.kv_events.run()))
         await services.watcher.looked_once(_FIRST_LOOK_S)
         try:
             yield
         finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             await services.handoffs.releases.finish(_RELEASES_S)
             services.client.close()
 
@@ -165,6 +171,7 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
         gate=Gate(config.api_keys, RateLimits(counts, _first_of_keys(config), time.time), metrics),
         authorization=authorization,
         ids=ids,
+        kv_events=_kv_events(config, endpoints, client, probe_headers, metrics) if config.kv_events else None,
     )
 
 
@@ -183,6 +190,19 @@ def _make_admission(config: ProxyConfig, pools: Pools, metrics: Metrics, rng: ra
     shared = SharedLoad(pools.endpoints, dispatcher, len(pools.endpoints))
     limits = QueueLimits(told.queue_size, told.queue_seconds)
     return Admission(dispatcher, pools, shared, limits, metrics, time.monotonic)
+
+
+def _kv_events(
+    config: ProxyConfig, endpoints: Sequence[Endpoint], client: EngineClient, headers: bytes, metrics: Metrics
+) -> KvEvents:
+    """Follow engines' KV events; what that needs is loaded only where it is asked for."""
+    from proxy.kv_events.collector import KvEventsCollector  # noqa: PLC0415
+    from proxy.kv_events.following import Followed, KvEvents  # noqa: PLC0415
+    from proxy.scheduling.block_index import BlockIndex  # noqa: PLC0415
+
+    events = KvEvents(Followed(endpoints, config.kv_events), BlockIndex(), client, headers, time.monotonic)
+    metrics.add(KvEventsCollector(events, endpoints))
+    return events
 
 
 async def _answer_proxy_error(request: Request, error: Exception) -> Response:

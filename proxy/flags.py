@@ -42,6 +42,10 @@ FLAGS: dict[str, _Flag] = {
     "admin_host": _Flag(str, "127.0.0.1", "Address of the admin port."),
     "exclude_pair": _many("Names that must not serve together.", "PREFILL:DECODE"),
     "connector": _Flag(str, "nixl", "How KV moves: nixl."),
+    "kv_events": _many(
+        "Follow an engine's KV events: where it publishes and replays, once a rank; auto asks it (alone: all engines).",
+        "auto|NAME=auto|NAME=ADDRESS[,REPLAY]",
+    ),
     "fallback": _Flag(str, "decode", "Without a usable prefill: decode serves alone, or none (503)."),
     "ttft_ms": _Flag(float, 500.0, "When a first token is wanted; the most urgent goes first.", {"min": 1.0}),
     "ttft_per_token_ms": _Flag(float, 0.25, "And this more for each prompt token beyond 2,000.", {"min": 0.0}),

@@ -103,6 +103,10 @@ class Metrics:
         self.tpot = tallies.histogram("time_per_output_token_seconds")
         self.total = tallies.histogram("request_seconds")
 
+    def add(self, collector: Collector) -> None:
+        """Show what another part of the proxy counts for itself."""
+        self._registry.register(collector)
+
     def observe(self, trace: Trace) -> None:
         """Count a request that has ended."""
         route, first_byte, prefill_ended = trace.route, trace.first_byte, trace.prefill_ended
