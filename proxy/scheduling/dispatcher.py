@@ -22,7 +22,8 @@ _COMPARED = 8
 _ENGINES = 12
 # A second of computing that a better placed engine would have saved costs others this many seconds of waiting.
 _WASTE = 1.0
-_SOON_S = 0.001
+# When to look again at the soonest, and at an engine that is later than forecast (seconds).
+_SOON_S, _LATER_S = 0.001, 0.05
 # Prompts of at least so many characters tell how many tokens a character is; each changes the mean by this share.
 _TELLING, _NEWS = 200, 0.05
 
@@ -88,13 +89,13 @@ class Dispatcher:
         """Return when to ask again though nothing happened, None where only an event can help."""
         if not self.waiting:
             return None
-        moments = [
-            lane.dry + lane.others - self.lanes.ahead(lane)
-            for name in self.ready_prefills
-            if (lane := self.lanes.by_name[name]).works or lane.others
-        ]
-        moments = [moment for moment in moments if moment > now]
-        return max(now + _SOON_S, min(moments)) if moments else None
+        moment = float("inf")
+        for name in self.ready_prefills:
+            lane = self.lanes.by_name[name]
+            if lane.works or lane.others:
+                free = lane.dry + lane.others - self.lanes.ahead(lane)
+                moment = min(moment, free if free > now else now + _LATER_S)
+        return None if moment == float("inf") else max(now + _SOON_S, moment)
 
     # What is told.
 

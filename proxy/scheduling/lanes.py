@@ -13,6 +13,7 @@ _AHEAD_S, _MOST_AHEAD_S = 0.01, 0.1
 _OVERDUE_DEPTH = 2
 # Small prefills are batched by engines: as many may be under way as fit into the time ahead, up to this.
 _MOST_AT_ONCE = 64
+_ROUNDING_S = 1e-6
 
 
 @dataclass(slots=True)
@@ -38,10 +39,10 @@ class Lane:
     def free(self, now: float, ahead: float) -> bool:
         """Tell whether it should be given work now."""
         if not self.works:
-            return self.others <= ahead
+            return self.others <= ahead + _ROUNDING_S
         if self.dry <= now:
             return len(self.works) < _OVERDUE_DEPTH
-        return self.dry + self.others - now <= ahead and len(self.works) < _MOST_AT_ONCE
+        return self.dry + self.others - now <= ahead + _ROUNDING_S and len(self.works) < _MOST_AT_ONCE
 
     def starts(self, now: float) -> float:
         """Return when new work would begin. What is late already is expected to stay so for as long again."""
