@@ -156,6 +156,7 @@ class Admission:
         if job.firm:
             left = min(left, job.latest_start - self._clock())
         expiry = loop.call_later(max(0.0, left), self._expire, job)
+        self._shared.waits(1)
         self._arm()
         try:
             return await future
@@ -166,6 +167,7 @@ class Admission:
                 self._undo(future.result())
             raise
         finally:
+            self._shared.waits(-1)
             expiry.cancel()
 
     def _expire(self, job: Job) -> None:

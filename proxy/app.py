@@ -90,8 +90,8 @@ def shared_counts(config: ProxyConfig, workers: int) -> SharedCounts:
 
 
 def _first_of_keys(config: ProxyConfig) -> int:
-    """Return the column after those of the endpoints: requests in flight, then tokens to prefill."""
-    return 2 * len(config.endpoints)
+    """Return the column after those of the load: requests in flight, tokens to prefill, requests that wait."""
+    return 2 * len(config.endpoints) + 1
 
 
 def _first_of_metrics(config: ProxyConfig) -> int:
@@ -146,7 +146,9 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
     endpoints = tuple(Endpoint(item, counts=counts, column=index) for index, item in enumerate(config.endpoints))
     pools = Pools(endpoints, config.excluded_pairs, _log_change)
     client = EngineClient(config.timeouts)
-    metrics = Metrics(endpoints, counts, _first_of_metrics(config), kv_store)
+    metrics = Metrics(
+        endpoints, counts, _first_of_metrics(config), kv_store, lambda: counts.total(_first_of_keys(config) - 1)
+    )
     authorization = Authorization(config.engine_api_key, pass_on=config.api_keys is None)
     ids = RequestIds()
     probe_headers = headers_for_engine({}, "probe", authorization)

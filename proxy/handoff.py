@@ -72,6 +72,8 @@ class Handoffs:
     async def serve(self, request: InferenceRequest, trace: Trace, key: ApiKey | None = None) -> Served:
         """Return the answer, its connection and reservations held until it is closed; raises `ProxyError`."""
         aggregated = why_aggregated(request.fields)
+        if key is not None and key.priority:
+            trace.priority = "first" if key.priority < 0 else "last"
         tried: set[str] = set()
         retried: set[str] = set()
         while True:

@@ -43,6 +43,7 @@ class Trace:
     prompt_tokens: int | None = None  # as prefill counted them
     answering: bool = False  # the client has been told a status
     complete: bool = False  # the client has all of a stream, to its last event
+    priority: str = "normal"  # of its key: first, normal, last
     path: str = "disaggregated"
     reason: str = ""
     outcome: Outcome = "ok"

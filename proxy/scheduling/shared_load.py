@@ -12,7 +12,7 @@ class SharedLoad:
     """Keeps the columns of this process true, and tells the dispatcher what stands in the others'.
 
     An endpoint has a column for its requests in flight, which `Endpoint` keeps, and from `first` on one for the tokens
-    that prefill has still to compute.
+    that prefill has still to compute. After these stands the number of requests that wait.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], dispatcher: Dispatcher, first: int) -> None:
@@ -30,6 +30,10 @@ class SharedLoad:
     def ended(self, pair: Pair) -> None:
         """Count them no more."""
         self._counts.mine[self._first + pair.lane.number] -= round(pair.tokens)
+
+    def waits(self, change: int) -> None:
+        """Count requests that wait here: one more, or one less."""
+        self._counts.mine[self._first + len(self._prefills) + len(self._decodes)] += change
 
     def look(self) -> None:
         """Read what others have under way."""
