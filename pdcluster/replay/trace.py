@@ -51,7 +51,7 @@ class Shape:
 
     Times are divided by `speed`; outputs are cut at `max_output`; requests with longer inputs than `max_input` are left
     out; a block has `block_tokens` tokens in place of 512, inputs in proportion (for engines with a short context).
-    `seed` shuffles requests of one timestamp (a trace does not say which of them came first), 0 leaves them as they are;
+    `seed` shuffles requests of one timestamp (a trace does not say which of them came first), 0 keeps their order;
     `spread` moves each by a random part of so many of the trace's seconds (published timestamps are coarse: Mooncake's
     lie three seconds apart).
     """
