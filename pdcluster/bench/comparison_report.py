@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pdcluster.bench.comparison import LimitRow, Row, SlowRow, limit_text, make_rows, make_slow_rows
+from pdcluster.bench.comparison import CLEAR, LimitRow, Row, SlowRow, limit_text, make_rows, make_slow_rows
 from pdcluster.bench.limits import ENOUGH
 from pdcluster.bench.trials import SEED_CHANGES, Setting, Trial
 
@@ -39,6 +39,7 @@ def to_json(found: Comparison) -> dict[str, Any]:
             "engines": f"{setting.prefill} prefill and {setting.decode} decode, {setting.program.name}",
             "targets": asdict(setting.targets),
             "enough_in_target": ENOUGH,
+            "limits": f"of the first seed where it is {CLEAR:g} or more from enough, else of all seeds",
             "seed_changes": SEED_CHANGES,
             "over_seeds": "means of shares and goodput, medians of percentiles, sums of failures",
         },

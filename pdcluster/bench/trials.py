@@ -24,7 +24,8 @@ from pdcluster.replay.report import Known, conditions
 from pdcluster.replay.trace import Shape, Trace, shaped
 
 SEED_CHANGES = (
-    "order of requests that have one timestamp, words of prompts, order in which the router is told its engines"
+    "order of requests that have one timestamp (0: the file's), words of prompts, "
+    "order in which the router is told its engines"
 )
 _SAY_EVERY_S = 15.0
 

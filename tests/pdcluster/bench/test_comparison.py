@@ -110,6 +110,20 @@ def test_limits_use_what_the_grid_measured_and_are_compared_with_the_best_peer(m
     assert not [case for case in ran if case.contestant == "ours" and case.speed < 4]
 
 
+def test_a_seed_that_is_clear_of_enough_decides_alone(monkeypatch):
+    ran = []
+
+    def run(setting, contestant, case, say):
+        ran.append((case.speed, case.seed))
+        return trial(share={1.0: 1.0, 2.0: 0.92, 3.0: 0.5}[case.speed])
+
+    monkeypatch.setattr("pdcluster.bench.trials.run_trial", run)
+    ours = Contestant("ours", True, None, "1")
+    (row,) = find_limits(Trials(None, print, print), [ours], [1, 2, 3], Range(1.0, 3.0, 1.0), lambda text: None)
+    assert (row.limit.speed, row.limit.shares) == (2.0, {2.0: pytest.approx(0.92), 3.0: 0.5})
+    assert ran == [(2.0, 1), (2.0, 2), (2.0, 3), (3.0, 1)]
+
+
 def test_without_a_peers_limit_there_is_no_ratio():
     rows = [LimitRow("ours", True, Limit(5.0, False, {})), LimitRow("peer", False, Limit(None, False, {}))]
     assert beside_peers(rows) == rows

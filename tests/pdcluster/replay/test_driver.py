@@ -157,5 +157,5 @@ async def test_an_interrupt_ends_what_is_in_flight():
 
 
 def test_an_answer_of_one_token_has_no_time_a_token():
-    record = Record(0, 0, 1.0, 1.0, 1.1, 10, 1, 1, None, None, 200, "", "")
+    record = Record(0, 0.4, 1.0, 1.0, 1.1, 10, 1, 1, None, None, 200, "", "")
     assert (record.tpot, record.ttft, record.seconds) == (None, 1.0, 1.0)

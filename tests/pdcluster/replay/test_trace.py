@@ -103,6 +103,7 @@ def test_a_seed_shuffles_requests_of_one_timestamp_and_no_others(tmp_path):
         return [(item.due, item.input_tokens) for item in shaped(trace, Shape(seed=seed)).arrivals]
 
     assert order(1) == order(1) != order(2)
+    assert order(0) == [(at, n + 1) for at in (0, 3) for n in range(20)]
     assert sorted(order(1)) == sorted(order(2)) == [(at, n + 1) for at in (0, 3) for n in range(20)]
     assert [due for due, _ in order(1)] == sorted(due for due, _ in order(1))
 
