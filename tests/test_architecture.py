@@ -12,7 +12,7 @@ MODULES = sorted(path for package in ("pdcluster", "proxy") for path in (ROOT / 
 # Lower layers must not import higher ones; a module may import its own layer and any below it.
 PDCLUSTER_LAYERS = [
     {"errors"},
-    {"spec", "flags", "model_facts", "inventory", "models", "nixl_poll"},
+    {"spec", "flags", "model_facts", "inventory", "models", "nixl_poll", "replay"},
     {"spec_loading", "kv_transfer"},
     {"compat", "engine_args", "memory", "slots", "plan"},
     {
