@@ -13,6 +13,7 @@ MODULES = sorted(path for package in ("pdcluster", "proxy") for path in (ROOT / 
 PDCLUSTER_LAYERS = [
     {"errors"},
     {"spec", "flags", "model_facts", "inventory", "models", "nixl_poll", "replay"},
+    {"simulation"},
     {"spec_loading", "kv_transfer"},
     {"compat", "engine_args", "memory", "slots", "plan"},
     {
@@ -55,6 +56,11 @@ PURE = (
     "pdcluster/compat.py",
     "pdcluster/flags.py",
     "pdcluster/memory.py",
+    "pdcluster/simulation/engine.py",
+    "pdcluster/simulation/job.py",
+    "pdcluster/simulation/leap.py",
+    "pdcluster/simulation/leases.py",
+    "pdcluster/simulation/prefix_cache.py",
     "proxy/scheduling",
     "proxy/connectors",
     "proxy/firewall.py",
