@@ -168,6 +168,8 @@ def _slowed(given: list[str], prefill: int, decode: int) -> dict[tuple[str, int]
         except ValueError:
             raise UserError(f"--slow {item}: must be such as decode-0=5") from None
         if role not in counts or not 0 <= number < counts[role] or times <= 0:
-            raise UserError(f"--slow {item}: there are prefill-0 to {prefill - 1}, decode-0 to {decode - 1}, factors > 0")
+            raise UserError(
+                f"--slow {item}: there are prefill-0 to {prefill - 1}, decode-0 to {decode - 1}, factors > 0"
+            )
         slow[role, number] = times
     return slow

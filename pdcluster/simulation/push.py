@@ -1,4 +1,7 @@
-"""Reference routers that push: every request goes to its engines when it arrives, as vllm-router and its like do."""
+"""Reference routers that push: every request goes to its engines when it arrives, as vllm-router and its like do.
+
+Where there are no prefill engines, decode engines serve alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ class RoundRobin:
 
     def arrive(self, now: float, request: Request) -> Decisions:  # noqa: ARG002
         """Place it on the next engine of each pool."""
-        return (("pair", request.number, request.number % self._cluster.prefill, request.number % self._cluster.decode),)
+        number, decode = request.number, request.number % self._cluster.decode
+        if not self._cluster.prefill:
+            return (("alone", number, decode),)
+        return (("pair", number, number % self._cluster.prefill, decode),)
 
     def prefilled(self, now: float, number: int, cached_tokens: int) -> Decisions:  # noqa: ARG002
         """Do nothing."""
@@ -44,16 +50,19 @@ class LeastWork(RoundRobin):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self._tokens = [0] * cluster.prefill
+        self._tokens = [0] * max(1, cluster.prefill)
         self._requests = [0] * cluster.decode
         self._placed: dict[int, tuple[int, int, int]] = {}  # number -> prefill, decode, tokens
 
     def arrive(self, now: float, request: Request) -> Decisions:  # noqa: ARG002
         """Place it where the least is to be done."""
-        prefill, tokens = self._best_prefill(request)
         decode = _least(self._requests, request.number)
-        self._tokens[prefill] += tokens
         self._requests[decode] += 1
+        if not self._cluster.prefill:
+            self._placed[request.number] = (0, decode, 0)
+            return (("alone", request.number, decode),)
+        prefill, tokens = self._best_prefill(request)
+        self._tokens[prefill] += tokens
         self._placed[request.number] = (prefill, decode, tokens)
         return (("pair", request.number, prefill, decode),)
 
@@ -81,7 +90,7 @@ class LeastWork(RoundRobin):
 
 
 class LeastWorkPrefix(LeastWork):
-    """As `LeastWork`, counting only tokens that an engine does not have, as far as can be told from what it was sent."""
+    """As `LeastWork`, without the tokens that an engine has, as far as can be told from what it was sent."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)

@@ -1,7 +1,7 @@
 """What a simulated cluster asks of a router, in virtual time. Needs nothing but this: routers elsewhere import nothing.
 
-A router is a class made with one argument, the `Cluster`; the command line names it "module:Class". Each method hears of
-one thing that happened and returns decisions (an empty tuple for none), plain tuples:
+A router is a class made with one argument, the `Cluster`; the command line names it "module:Class". Each method hears
+of one thing that happened and returns decisions (an empty tuple for none), plain tuples:
 
     ("pair", number, prefill, decode)   prefill there now, then decode there
     ("alone", number, decode)           prefill and decode there now

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pdcluster.replay.figures import Targets
@@ -31,8 +31,8 @@ class Shape:
 
     prefill: int
     decode: int
-    profile: EngineProfile = EngineProfile()
-    targets: Targets = Targets()
+    profile: EngineProfile = field(default_factory=EngineProfile)
+    targets: Targets = field(default_factory=Targets)
     seed: int = 0
     slow: Mapping[tuple[str, int], float] | None = None
 
@@ -134,7 +134,7 @@ class Simulation:
             elif at == due[place]:
                 self.now = at
                 for event in self.engines[place].advance(at):
-                    self._heard(place, event)
+                    self._heard(event)
                 self._touched(place)
 
     def _touched(self, place: int) -> None:
@@ -158,7 +158,7 @@ class Simulation:
 
     # What engines tell.
 
-    def _heard(self, place: int, event: Event) -> None:
+    def _heard(self, event: Event) -> None:
         number = event.job.name
         outcome = self.outcomes[number]  # type: ignore[call-overload] # names are numbers here
         now, told = event.at, event.told
