@@ -42,6 +42,8 @@ _EXAMPLES: Mapping[Callable[..., None], tuple[str, ...]] = {
     diagnosing.doctor: ("pdcluster doctor",),
     diagnosing.models: ("pdcluster models",),
     simulating.simulate: (
+        "pdcluster simulate --prefill 4 --decode 8 --port-base 9000",
+        "pdcluster simulate --profile engine.json --kv-events --json",
         "pdcluster simulate --virtual --trace conversation_trace.jsonl.gz --speed 3.5 --from 600 --to 960",
         "pdcluster simulate --virtual --trace trace.jsonl.gz --router my_router:Mine --slow decode-0=5 --json",
     ),

@@ -25,6 +25,8 @@ Slow = Annotated[
     list[str] | None,
     typer.Option(metavar="ENGINE=FACTOR", help="Make one slower, such as decode-0=5.", show_default=False),
 ]
+PortBase = Annotated[int, typer.Option(min=0, max=65535, help="First port, prefill first; 0 is any free ports.")]
+KvEvents = Annotated[bool, typer.Option("--kv-events", help="Publish KV events; see /kv_event_sources.")]
 Virtual = Annotated[bool, typer.Option("--virtual", help="In virtual time: a trace through a router, nothing sent.")]
 TracePath = Annotated[Path | None, typer.Option("--trace", help="Trace for --virtual.", show_default=False)]
 RouterName = Annotated[
@@ -62,9 +64,11 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     ttft_per_token_ms: TtftPerToken = 0.25,
     ttft_free_tokens: TtftFree = 2000,
     tpot_ms: TpotMs = 30.0,
+    port_base: PortBase = 8100,
+    kv_events: KvEvents = False,
     as_json: options.Json = False,
 ) -> None:
-    """Simulate engines that behave in time: a trace in virtual time, or servers that speak vLLM's protocol."""
+    """Simulate engines that behave in time: servers that speak vLLM's protocol, or a trace in virtual time."""
     from pdcluster.errors import UserError
     from pdcluster.replay.figures import Targets
     from pdcluster.replay.trace import Shape as Pace
@@ -75,11 +79,39 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     targets = Targets(ttft_ms / _MS, ttft_per_token_ms / _MS, ttft_free_tokens, tpot_ms / _MS)
     shape = Shape(prefill, decode, engine, targets, seed, _slowed(slow or [], prefill, decode))
     if not virtual:
-        raise UserError("simulate: give --virtual and a --trace")
+        if trace is not None:
+            raise UserError(
+                "--trace: goes with --virtual; `pdcluster bench replay` sends a trace to engines on the wire"
+            )
+        _serve(shape, port_base, kv_events, as_json)
+        return
     if trace is None:
         raise UserError("--virtual: needs a --trace to replay; give JSON lines as `bench replay` takes them")
     window = (begin, end)
     _simulate(shape, trace, window, Pace(speed, max_output, spread=spread, seed=seed), router, copies, as_json)
+
+
+def _serve(shape: Shape, port_base: int, kv_events: bool, as_json: bool) -> None:
+    """Serve until a signal says otherwise."""
+    import json
+    import time
+
+    import uvloop
+
+    from pdcluster.simulation.server import Served, Serving, served_until_signal
+    from pdcluster.simulation.wire_engine import Clocks
+
+    def tell(engines: Served) -> None:
+        if as_json:
+            typer.echo(json.dumps({"prefill": engines.of("prefill"), "decode": engines.of("decode")}))
+        else:
+            for name, url in engines.urls.items():
+                typer.echo(f"{name:12} {url}")
+            legs = [f"--{name.partition('-')[0]} {url}" for name, url in engines.urls.items()]
+            options.say(f"serving until Ctrl-C; try: pdcluster proxy {' '.join(legs)}")
+
+    what = Serving(shape.prefill, shape.decode, shape.profile, shape.slow, port_base, kv_events)
+    uvloop.run(served_until_signal(what, Clocks(time.monotonic, time.time), tell))
 
 
 def _simulate(
@@ -109,7 +141,8 @@ def _simulate(
     begin, end = window
     if end is not None and end <= begin:
         raise UserError(f"--to {end:g}: must be later than --from {begin:g}")
-    sys.path.insert(0, os.fspath(Path.cwd()))  # "module:Class" is looked for where the user stands, as with python -m
+    if ":" in router:
+        sys.path.insert(0, os.fspath(Path.cwd()))  # a user's own is looked for where they stand, as with python -m
     made = find_router(router)
     read = read_trace(path, Window(begin, end))
     schedule = shaped(read, pace)

@@ -53,7 +53,7 @@ class Job:
     goal: int = 0  # tokens whose KV must be there before it decodes
     plain: int = 0  # its blocks without a hash
     holds: bool = False  # whether it has blocks
-    joined: int = 0  # step of the engine at which it joined the batch
+    joined: int = -1  # step of the engine at which it joined the batch
     last_step: int = -1  # step after which it leaves the batch
     grows_at: int = -1  # step before which it needs one more block
     pull_s: float = 0.0

@@ -106,9 +106,9 @@ def table(summary: Summary) -> Table:
 def told(summary: Summary) -> str:
     """Return the other figures in a few lines."""
     cached = "no" if summary.cached_share is None else f"{summary.cached_share:.1%} of"
+    timely = f"first token {summary.ttft_in_target:.1%}, others {summary.tpot_in_target:.1%}"
     lines = [
-        f"in target: {summary.in_target:.1%} of {summary.requests} requests (first token"
-        + f" {summary.ttft_in_target:.1%}, others {summary.tpot_in_target:.1%})",
+        f"in target: {summary.in_target:.1%} of {summary.requests} requests ({timely})",
         f"goodput: {summary.goodput:.2f} requests/s over {summary.seconds:.0f} s; {cached} prompt tokens were cached",
     ]
     if summary.not_answered:
