@@ -14,7 +14,7 @@ from pdcluster.simulation.push import RoundRobin
 from pdcluster.simulation.virtual import Shape, Simulation
 
 # Slow enough that a busy machine's milliseconds are few beside it.
-PROFILE = replace(EngineProfile(), prefill_tokens_per_s=16_000.0, cache_blocks=60, transfer_latency_s=0.01)
+PROFILE = replace(EngineProfile(), prefill_tokens_per_s=10_000.0, cache_blocks=60, transfer_latency_s=0.01)
 PREFILL, DECODE = 2, 2
 
 
