@@ -172,16 +172,17 @@ def test_the_predicted_cached_tokens_are_those_that_the_engine_reports(cluster, 
 
 
 def test_the_proxy_of_a_launched_cluster_follows_its_engines(cluster):
-    blocks = {}
+    batches = {}
     for name, url in cluster.engines("prefill").items():
         for figure in ("current", "complete"):
             assert metric(cluster.url, f"pdcluster_kv_events_{figure}", endpoint=name) == 1
-        blocks[name] = metric(cluster.url, "pdcluster_kv_events_blocks", endpoint=name)
-        fields = {"model": "tiny", "prompt": words(400, seed=len(name)), "max_tokens": 1}
+        batches[name] = metric(cluster.url, "pdcluster_kv_events_batches_total", endpoint=name)
+        fields = {"model": "tiny", "prompt": words(400, seed=77_777), "max_tokens": 1}
         assert httpx.post(f"{url}/v1/completions", json=fields, timeout=60, trust_env=False).status_code == 200
     deadline = time.monotonic() + 10
     while any(
-        metric(cluster.url, "pdcluster_kv_events_blocks", endpoint=name) <= before for name, before in blocks.items()
+        metric(cluster.url, "pdcluster_kv_events_batches_total", endpoint=name) <= before
+        for name, before in batches.items()
     ):
-        assert time.monotonic() < deadline, blocks
+        assert time.monotonic() < deadline, batches
         time.sleep(0.1)
