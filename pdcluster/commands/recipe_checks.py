@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdcluster.commands import options
+from pdcluster.commands.recipe_options import Recipes, open_library
 
 if TYPE_CHECKING:
     from pdcluster.recipes.golden import Verdict
 
-Recipes = Annotated[
-    Path | None,
-    typer.Option("--recipes", metavar="DIR", help="A directory in the recipe format.", show_default="the shipped one"),
-]
 _MOST_SHOWN = 20
 VERIFY_EXAMPLES = """\b
 Examples:
@@ -35,11 +32,10 @@ def verify(
     """
     from pdcluster.recipes.golden import read_cases
     from pdcluster.recipes.golden import verify as run
-    from pdcluster.recipes.library import SHIPPED, Library
 
     listed = read_cases(cases)
     options.say(f"resolving {len(listed)} cases")
-    verdict = run(listed, Library(recipes or SHIPPED))
+    verdict = run(listed, open_library(recipes))
     typer.echo(json.dumps(verdict.to_json(), indent=2) if as_json else _text(verdict))
     if verdict.unexplained:
         raise typer.Exit(1)

@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pdcluster.recipes.choice import PD, ROLES, Finding, Role, Selection
 from pdcluster.recipes.command import Command
 from pdcluster.recipes.extras import extra_findings
-from pdcluster.recipes.offers import floor_gpus, pool_modes
+from pdcluster.recipes.hardware import Count, Unknown
+from pdcluster.recipes.offers import (
+    floor_gpus,
+    hardware_for,
+    is_multi_node,
+    pool_modes,
+    strategies_on,
+    why_not_hardware,
+    why_not_strategy,
+)
 from pdcluster.recipes.pools import configured_mode, effective_mode, local_ranks, pool_gpus
 from pdcluster.recipes.sizes import DCP, read_sizes
 from pdcluster.recipes.tokens import Unit, value_of
@@ -46,17 +55,18 @@ def check_selection(selection: Selection) -> Iterator[Finding]:
             yield from _check_pool(selection, role)
     else:
         floor = floor_gpus(selection.recipe, strategy, selection.profile)
-        yield from _below(selection, strategy, floor, nodes * selection.profile.gpu_count)
+        yield from _below(selection, strategy, floor, selection.profile.gpus * nodes)
+    yield from check_offer(selection)
     yield from extra_findings(selection)
 
 
 def _check_pool(selection: Selection, role: Role) -> Iterator[Finding]:
-    pool, gpus = selection.pool(role), selection.profile.gpu_count
+    pool, gpus = selection.pool(role), selection.profile.gpus
     offered = pool_modes(selection.recipe)
     mode, configured = effective_mode(selection, role, offered), configured_mode(selection, role)
     floor = floor_gpus(selection.recipe, mode, selection.profile)
     yield from _below(selection, f"the {role} pool ({mode})", floor, pool_gpus(selection, role))
-    if not pool.nodes and gpus < 2:  # noqa: PLR2004 - one each
+    if not pool.nodes and gpus == 1:
         what = f"{role} and the other pool would share the one GPU of a {selection.profile.id} node"
         yield Finding("co-located-one-gpu", "refusal", what, "give each pool a node of its own")
     elif not pool.nodes and mode == "dep":
@@ -75,13 +85,38 @@ def _check_pool(selection: Selection, role: Role) -> Iterator[Finding]:
         yield Finding("side-channel-host", "correction", what)
 
 
-def _below(selection: Selection, who: str, floor: int, have: int) -> Iterator[Finding]:
-    if have < floor:
-        profile = selection.profile
+def _below(selection: Selection, who: str, floor: int, have: Count) -> Iterator[Finding]:
+    profile = selection.profile
+    if isinstance(have, Unknown):
+        if floor:
+            what = f"{who} needs {floor} GPUs; no source says how many a node of {profile.id} has"
+            yield Finding("floor-unknown", "warning", what, "give --gpus-per-node to have it checked")
+    elif have < floor:
         nodes = -(-floor // profile.gpu_count)
-        what = f"{who} needs {floor} GPUs, here are {have}"
-        fix = f"give {nodes} nodes of {profile.id}, or force it with --below-floor"
-        yield Finding("below-floor", "refusal", what, fix)
+        spread = [name for name in strategies_on(selection.recipe, profile) if is_multi_node(name)]
+        fix = f"give {nodes} nodes of {profile.id}"
+        if selection.deploy_type == "single_node":
+            fix = f"{fix} with {' or '.join(spread)}" if spread else "choose hardware with more GPUs a node"
+        yield Finding("below-floor", "refusal", f"{who} needs {floor} GPUs, here are {have}", fix)
+
+
+def check_offer(selection: Selection) -> Iterator[Finding]:
+    """Yield why the recipe doesn't offer this variant on this hardware, or this strategy there."""
+    recipe, variant, profile = selection.recipe, selection.choice.variant, selection.profile
+    reason = why_not_hardware(recipe, variant, profile)
+    if reason is not None:
+        others = [item.id for item in hardware_for(recipe, variant, selection.profiles)]
+        variants = [name for name in recipe.get("variants") or {} if why_not_hardware(recipe, name, profile) is None]
+        ways = [f"{variant} on {', '.join(others)}"] if others else []
+        ways += [f"variant {' or '.join(variants)} on {profile.id}"] if variants else []
+        yield Finding("hardware-not-offered", "refusal", reason, "choose " + ", or ".join(ways) if ways else "")
+        return
+    strategy = selection.choice.strategy
+    reason = why_not_strategy(recipe, strategy, profile)
+    if reason is not None:
+        here = strategies_on(recipe, profile)
+        fix = f"choose {', '.join(here)}" if here else "no strategy is offered there"
+        yield Finding("strategy-not-offered", "refusal", reason, fix)
 
 
 def check_commands(selection: Selection, commands: Sequence[Command]) -> Iterator[Finding]:
@@ -89,22 +124,25 @@ def check_commands(selection: Selection, commands: Sequence[Command]) -> Iterato
     for command in commands:
         sizes = read_sizes(command.units)
         spread = value_of(command.units, "--nnodes") is not None
-        if command.role is None:
-            have = selection.profile.gpu_count * (selection.choice.nodes if spread else 1)
-        else:
-            nodes = selection.pool(command.role).nodes
-            have = pool_gpus(selection, command.role)
-            have = have // max(1, nodes) if nodes and not spread else have
+        have = _gpus_of(selection, command, spread=spread)
+        if sizes is None or isinstance(have, Unknown):
+            continue
         needed = sizes.node_gpus
         if needed > max(1, have) or (spread and needed != have):
             yield _misfit(command, needed, have, spread=spread)
         if sizes.tensor % sizes.decode_context:
             unit = value_of(command.units, DCP)
-            what = (
-                f"{command.name}: decode context parallel size {sizes.decode_context} does not divide TP {sizes.tensor}"
-            )
-            fix = "leave decode_context_parallelism out, or choose hardware or a strategy with a TP that it divides"
+            what = f"{command.name}: {DCP} {sizes.decode_context} does not divide TP {sizes.tensor}"
+            fix = f"leave decode_context_parallelism out, or use a size that divides {sizes.tensor}"
             yield Finding("dcp-divides-tp", "refusal", what, fix, unit.origin if unit else None)
+
+
+def _gpus_of(selection: Selection, command: Command, *, spread: bool) -> Count:
+    """Return the GPUs that one command's ranks may take: the node's, or all nodes' where ranks are spread."""
+    if command.role is None:
+        return selection.profile.gpus * (selection.choice.nodes if spread else 1)
+    nodes, have = selection.pool(command.role).nodes, pool_gpus(selection, command.role)
+    return have if spread or not nodes else have // nodes
 
 
 def _misfit(command: Command, needed: int, have: int, *, spread: bool) -> Finding:

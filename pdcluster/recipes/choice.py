@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pdcluster.errors import UserError
@@ -44,6 +44,7 @@ class Choice:
     user_args: tuple[str, ...] = ()
     kv_offload: str | None = None
     kv_store: str | None = None
+    gpus_per_node: int | None = None
     asked: frozenset[str] = frozenset()
 
 
@@ -56,6 +57,7 @@ class Selection:
     strategy: Document
     taxonomy: Document
     profile: Profile
+    profiles: tuple[Profile, ...]
     store: Document | None = None
 
     @property
@@ -115,9 +117,19 @@ def select(library: Library, choice: Choice) -> Selection:
         recipe=recipe,
         strategy=library.strategy(choice.strategy),
         taxonomy=library.taxonomy(),
-        profile=library.profile(choice.hardware),
+        profile=_profile(choice, library),
+        profiles=tuple(library.profiles().values()),
         store=library.kv_store(choice.kv_store) if choice.kv_store else None,
     )
+
+
+def _profile(choice: Choice, library: Library) -> Profile:
+    """Return the hardware, with the count of GPUs that a person has given; memory goes with them."""
+    profile, count = library.profile(choice.hardware), choice.gpus_per_node
+    if count is None:
+        return profile
+    memory = profile.vram_gb * count / profile.gpu_count if profile.gpu_count else profile.vram_gb
+    return replace(profile, gpu_count=count, vram_gb=memory)
 
 
 def _names(recipe: Document, choice: Choice, library: Library) -> Iterator[tuple[str, str, Any]]:

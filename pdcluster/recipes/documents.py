@@ -45,6 +45,18 @@ class Document:
             line, node = child
         return line
 
+    def source(self, path: KeyPath) -> str | None:
+        """Return who declared what stands at `path`, as "revision (date)"; None where the file doesn't say."""
+        facts = self.data.get("facts")
+        if not isinstance(facts, dict):
+            return None
+        for length in range(len(path), 0, -1):
+            name = facts.get(".".join(str(key) for key in path[:length]))
+            if name is not None:
+                revision, date = self.get("sources", name, "revision"), self.get("sources", name, "date")
+                return f"{str(revision or name)[:12]}{f' ({date})' if date else ''}"
+        return None
+
     def where(self, path: KeyPath) -> str:
         """Return "file:line: key path" for a message."""
         line = self.line(path)

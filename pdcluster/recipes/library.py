@@ -101,19 +101,18 @@ def _profile(taxonomy: Document, name: str) -> Profile:
         value = taxonomy.get("hardware_profiles", name, key)
         if value is None:
             where = taxonomy.where(("hardware_profiles", name))
-            raise UserError(f"{where}: {key} is missing; a profile needs brand, generation, gpu_count and vram_gb")
+            raise UserError(f"{where}: {key} is missing; a profile needs brand and generation")
         return value
 
     def optional(key: str) -> object:
         return taxonomy.get("hardware_profiles", name, key)
 
-    count = need("gpu_count")
-    vram = need("vram_gb")
+    count, vram = optional("gpu_count"), optional("vram_gb")
     return Profile(
         id=name,
         brand=str(need("brand")),
         generation=str(need("generation")),
-        gpu_count=count if isinstance(count, int) else 1,
+        gpu_count=count if isinstance(count, int) else 0,
         vram_gb=vram if isinstance(vram, int | float) else 0,
         display_name=str(optional("display_name") or name),
         scalable=optional("scalable") is not False,

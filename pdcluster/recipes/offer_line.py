@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from pdcluster.recipes.choice import PD, ROLES, Choice, Role, Selection
 from pdcluster.recipes.documents import Document
 from pdcluster.recipes.features import default_features, effective_mode
-from pdcluster.recipes.hardware import Profile
+from pdcluster.recipes.hardware import Count, Profile
 from pdcluster.recipes.offers import (
     default_hardware,
+    fits_one_node,
     floor_gpus,
     hardware_for,
     minimum_gb,
@@ -51,11 +52,11 @@ def _on_hardware(library: Library, recipe: Document, model: str, variant: str, p
     here = strategies_on(recipe, profile)
     best = recommended(recipe, variant, profile)
     choice = Choice(model, "single_node_tp", profile.id, variant)
-    selection = Selection(choice, recipe, library.strategy("single_node_tp"), library.taxonomy(), profile)
+    selection = Selection(choice, recipe, library.strategy("single_node_tp"), library.taxonomy(), profile, ())
     found: dict[str, Any] = {
         "runs": runs(recipe, variant, profile),
-        "fits_one_node": (minimum_gb(recipe, variant) or 0) <= profile.vram_gb,
-        "single_node_tp": single_node_size(selection)[0],
+        "fits_one_node": fits_one_node(recipe, variant, profile),
+        "single_node_tp": _number(single_node_size(selection)[0]),
         "strategies": here,
         "recommended": best[0] if best else None,
         "recommended_nodes": best[1] if best else None,
@@ -71,6 +72,10 @@ def _on_hardware(library: Library, recipe: Document, model: str, variant: str, p
     if PD in here:
         found["pd"] = {"site": _site(recipe, variant, profile), "api": _api(recipe, variant, profile)}
     return found
+
+
+def _number(count: Count) -> int | None:
+    return count if isinstance(count, int) else None
 
 
 def _mode(recipe: Document, role: Role) -> str:
@@ -91,6 +96,8 @@ def _site(recipe: Document, variant: str, profile: Profile) -> dict[str, Any]:
 
 def _api(recipe: Document, variant: str, profile: Profile) -> dict[str, Any] | str | None:
     """Return the pool sizes that the collection's published JSON has: None is co-located, "skip" not rendered."""
+    if not profile.gpu_count or not profile.vram_gb:
+        return "skip"
     weights = minimum_gb(recipe, variant) or 0
     floors = {role: floor_gpus(recipe, _mode(recipe, role), profile) for role in ROLES}
     if 2 * weights <= profile.vram_gb and 2 * max(floors.values()) <= profile.gpu_count:

@@ -57,7 +57,12 @@ def precision_rule(recipe: Document, variant: str) -> Mapping[str, Any]:
 
 def runs(recipe: Document, variant: str, profile: Profile) -> bool:
     """Tell whether hardware may be selected: it scales, or one node holds the declared minimum."""
-    return profile.scalable or (minimum_gb(recipe, variant) or 0) <= profile.vram_gb
+    return profile.scalable or fits_one_node(recipe, variant, profile)
+
+
+def fits_one_node(recipe: Document, variant: str, profile: Profile) -> bool:
+    """Tell whether one node holds the declared minimum; where its memory is unknown, nothing says that it doesn't."""
+    return not profile.vram_gb or (minimum_gb(recipe, variant) or 0) <= profile.vram_gb
 
 
 def offered_strategies(recipe: Document) -> tuple[str, ...]:
@@ -92,7 +97,7 @@ def why_not_strategy(recipe: Document, strategy: str, profile: Profile) -> str |
         return f"{profile.id} cannot be joined with other nodes"
     floor = floor_gpus(recipe, strategy, profile)
     most = MAX_NODES if is_multi_node(strategy) or strategy == PD else 1
-    if floor > most * profile.gpu_count:
+    if profile.gpu_count and floor > most * profile.gpu_count:
         has = f"one node of {profile.id} has {profile.gpu_count}"
         return f"{strategy} needs {floor} GPUs, {has}" + (f" and at most {most} are joined" if most > 1 else "")
     return None
@@ -122,8 +127,13 @@ def _entry(table: Any, key: str) -> int:
 
 def smallest_nodes(recipe: Document, strategy: str, profile: Profile) -> int:
     """Return the fewest nodes that clear a strategy's floor; a multi-node one has two at least."""
-    nodes = max(1, ceil(floor_gpus(recipe, strategy, profile) / profile.gpu_count))
+    nodes = max(1, _nodes_for(floor_gpus(recipe, strategy, profile), profile.gpu_count))
     return max(2, nodes) if is_multi_node(strategy) else nodes
+
+
+def _nodes_for(needed: float, of_node: float) -> int:
+    """Return how many nodes give what is needed; 0, no demand, where it is unknown what a node has."""
+    return ceil(needed / of_node) if of_node else 0
 
 
 def strategies_on(recipe: Document, profile: Profile) -> dict[str, int]:
@@ -162,7 +172,7 @@ def recommended(recipe: Document, variant: str, profile: Profile) -> tuple[str, 
     here = strategies_on(recipe, profile)
     if not here:
         return None
-    large = (minimum_gb(recipe, variant) or 0) > profile.vram_gb
+    large = not fits_one_node(recipe, variant, profile)
     nodes = 2 if large and profile.scalable and any(is_multi_node(name) for name in here) else 1
     found = _preferred(recipe, nodes)
     if found not in here:
@@ -193,5 +203,5 @@ def pool_nodes(recipe: Document, variant: str, profile: Profile, role: Role, mod
         declared = declared.get(profile.id, declared.get("default"))
     nodes = declared if isinstance(declared, int) and declared > 0 else None
     if nodes is None:
-        nodes = ceil((minimum_gb(recipe, variant) or 0) / profile.vram_gb)
-    return max(1, nodes, ceil(floor_gpus(recipe, mode, profile) / profile.gpu_count))
+        nodes = _nodes_for(minimum_gb(recipe, variant) or 0, profile.vram_gb)
+    return max(1, nodes, _nodes_for(floor_gpus(recipe, mode, profile), profile.gpu_count))

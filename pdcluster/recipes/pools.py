@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pdcluster.recipes.choice import PD, Role, Selection
 from pdcluster.recipes.documents import Document
+from pdcluster.recipes.hardware import Count, at_least_one
 from pdcluster.recipes.tokens import Origin, Unit, units_of
 from pdcluster.recipes.topology import DP, DP_LOCAL, HYBRID_LB, SIZES, START_RANK, TP
 
@@ -32,10 +33,10 @@ def effective_mode(selection: Selection, role: Role, offered: tuple[str, ...]) -
     return mode if mode in offered else offered[0]
 
 
-def pool_gpus(selection: Selection, role: Role) -> int:
+def pool_gpus(selection: Selection, role: Role) -> Count:
     """Return how many GPUs one instance of a pool has; co-located roles have half a node each."""
-    nodes, gpus = selection.pool(role).nodes, selection.profile.gpu_count
-    return nodes * gpus if nodes else gpus // 2
+    nodes, gpus = selection.pool(role).nodes, selection.profile.gpus
+    return gpus * nodes if nodes else gpus // 2
 
 
 def cut_rank(selection: Selection, role: Role) -> int:
@@ -46,7 +47,7 @@ def cut_rank(selection: Selection, role: Role) -> int:
 
 def pool_units(selection: Selection, role: Role, mode: str, *, published: bool) -> list[Unit]:
     """Return a pool's parallel sizes for the node that is meant."""
-    nodes, gpus = selection.pool(role).nodes, selection.profile.gpu_count
+    nodes, gpus = selection.pool(role).nodes, selection.profile.gpus
     share = f"{nodes} node{'s' if nodes > 1 else ''} of {gpus} GPUs" if nodes else f"half of {gpus} GPUs"
     origin = Origin(SIZES, note=f"{role} pool, {mode}: {share} ({selection.profile.id})")
     tokens = _dep(selection, role, published=published) if mode == "dep" else _tp(selection, role, mode)
@@ -56,7 +57,7 @@ def pool_units(selection: Selection, role: Role, mode: str, *, published: bool) 
 def _tp(selection: Selection, role: Role, mode: str) -> Iterator[str]:
     nodes, rank = selection.pool(role).nodes, cut_rank(selection, role)
     yield str(selection.override(role, "parallel_flag") or TP)
-    yield str(max(1, pool_gpus(selection, role)))
+    yield str(at_least_one(pool_gpus(selection, role)))
     if mode == "tep":
         yield EXPERT_PARALLEL
     if nodes > 1:
@@ -71,8 +72,8 @@ def _dep(selection: Selection, role: Role, *, published: bool) -> Iterator[str]:
         yield from (TP, str(width))
     nodes = max(1, selection.pool(role).nodes)
     local = local_ranks(selection, role, published=published)
-    yield from (DP, str(nodes * local), DP_LOCAL, str(local))
-    yield from (START_RANK, str(cut_rank(selection, role) * local))
+    yield from (DP, str(local * nodes), DP_LOCAL, str(local))
+    yield from (START_RANK, str(local * cut_rank(selection, role)))
     yield from ("--data-parallel-address", first_node(role))
     yield from ("--data-parallel-rpc-port", f"${role.upper()}_DP_RPC_PORT")
     if nodes > 1:
@@ -80,12 +81,12 @@ def _dep(selection: Selection, role: Role, *, published: bool) -> Iterator[str]:
     yield EXPERT_PARALLEL
 
 
-def local_ranks(selection: Selection, role: Role, *, published: bool) -> int:
+def local_ranks(selection: Selection, role: Role, *, published: bool) -> Count:
     """Return the data-parallel ranks of one node of a dep pool; as published, co-located pools both take the node."""
-    gpus = selection.profile.gpu_count
+    gpus = selection.profile.gpus
     if not published and not selection.pool(role).nodes:
-        gpus //= 2
-    return int(max(1, gpus // (selection.override(role, "tp") or 1)))
+        gpus = gpus // 2
+    return at_least_one(gpus // (selection.override(role, "tp") or 1))
 
 
 def first_node(role: Role) -> str:

@@ -11,6 +11,7 @@ from pdcluster.recipes.topology import DP, DP_LOCAL, PP, SIZES, START_RANK, TP, 
 
 DCP = "--decode-context-parallel-size"
 PCP = "--prefill-context-parallel-size"
+_SIZE_FLAGS = (TP, PP, DP, DP_LOCAL, DCP, PCP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,11 @@ class Sizes:
         return self.tensor * self.pipeline * self.prefill_context * self.local
 
 
-def read_sizes(units: Iterable[Unit]) -> Sizes:
-    """Read the sizes of a command's units."""
+def read_sizes(units: Iterable[Unit]) -> Sizes | None:
+    """Read the sizes of a command's units; None where one is a variable yet."""
     units = tuple(units)
+    if any(unit.flag in _SIZE_FLAGS and "$" in unit.value for unit in units):
+        return None
 
     def size(flag: str, default: int = 1) -> int:
         unit = value_of(units, flag)

@@ -35,11 +35,14 @@ class Origin:
         """Render as one line: layer, file and line, key path."""
         if self.document is None:
             return f"{self.layer}: {self.note}" if self.note else self.layer
-        return f"{self.layer}: {self.document.where(self.path)}"
+        source = self.document.source(self.path)
+        return f"{self.layer}: {self.document.where(self.path)}" + (f", declared at {source}" if source else "")
 
     def to_json(self) -> dict[str, str | int | None]:
         """Return plain data."""
-        found = {"layer": self.layer, "file": self.file, "line": self.line, "path": show_path(self.path) or None}
+        source = self.document.source(self.path) if self.document else None
+        path = show_path(self.path) or None
+        found = {"layer": self.layer, "file": self.file, "line": self.line, "path": path, "source": source}
         return {**found, "note": self.note} if self.note else found
 
 

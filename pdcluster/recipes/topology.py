@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdcluster.recipes.choice import Selection
-from pdcluster.recipes.hardware import block_key, keyed
+from pdcluster.recipes.hardware import Count, block_key, keyed
 from pdcluster.recipes.tokens import Origin, Unit, units_of, value_of
 
 SIZES = "parallel sizes"
@@ -32,7 +32,7 @@ def layout(selection: Selection) -> str:
 
 def size_units(selection: Selection, rank: int, *, published: bool) -> list[Unit]:
     """Return the parallel sizes of the node `rank`; `published` leaves out what repairs a layout that can't start."""
-    gpus, nodes = selection.profile.gpu_count, selection.choice.nodes
+    gpus, nodes = selection.profile.gpus, selection.choice.nodes
     origin = Origin(SIZES, note=f"{gpus} GPUs a node, {nodes} node{'s' if nodes > 1 else ''} of {selection.profile.id}")
     if node_names(selection) == ["single"]:
         size, why = single_node_size(selection)
@@ -46,7 +46,7 @@ def size_units(selection: Selection, rank: int, *, published: bool) -> list[Unit
 
 
 def _multi_node(selection: Selection, rank: int) -> Iterator[str]:
-    gpus, nodes = selection.profile.gpu_count, selection.choice.nodes
+    gpus, nodes = selection.profile.gpus, selection.choice.nodes
     kind = layout(selection)
     if kind in ("tp", "tp_pp"):
         yield from (TP, str(gpus * nodes if kind == "tp" else gpus))
@@ -56,13 +56,13 @@ def _multi_node(selection: Selection, rank: int) -> Iterator[str]:
         if rank > 0:
             yield "--headless"
         return
-    local = 1 if kind == "tp_dp" else gpus
+    local: Count = 1 if kind == "tp_dp" else gpus
     if kind == "tp_dp":
         yield from (TP, str(gpus))
-    yield from (DP, str(nodes * local), DP_LOCAL, str(local), "--data-parallel-address", "$HEAD_IP")
+    yield from (DP, str(local * nodes), DP_LOCAL, str(local), "--data-parallel-address", "$HEAD_IP")
     if rank > 0:
-        step = 1 if kind == "tp_dp" else _declared_local_size(selection) or gpus
-        yield from (START_RANK, str(rank * step))
+        step: Count = 1 if kind == "tp_dp" else _declared_local_size(selection) or gpus
+        yield from (START_RANK, str(step * rank))
 
 
 def _declared_local_size(selection: Selection) -> int | None:
@@ -79,11 +79,11 @@ def _declared_local_size(selection: Selection) -> int | None:
     return found
 
 
-def single_node_size(selection: Selection) -> tuple[int, Origin | None]:
+def single_node_size(selection: Selection) -> tuple[Count, Origin | None]:
     """Return the size on one node and where it was declared, None where it follows from the GPUs."""
     profile = selection.profile
     if selection.choice.strategy != "single_node_tp":
-        return profile.gpu_count, None
+        return profile.gpus, None
     variant = ("variants", selection.choice.variant, "tp")
     override = ("strategy_overrides", "single_node_tp", "tp")
     for layer, path in (("variant", variant), ("strategy override", override)):
@@ -92,10 +92,11 @@ def single_node_size(selection: Selection) -> tuple[int, Origin | None]:
         if found:
             key, value = found
         if isinstance(value, int) and value > 0:
-            size = value if profile.generation == "cpu" else min(value, profile.gpu_count)
+            uncut = profile.generation == "cpu" or not profile.gpu_count
+            size = value if uncut else min(value, profile.gpu_count)
             return size, Origin(layer, selection.recipe, (*path, key) if key else path)
     minimum = selection.variant("vram_minimum_gb")
     path = ("variants", selection.choice.variant, "vram_minimum_gb")
-    if minimum is not None and minimum <= profile.vram_gb / profile.gpu_count:
+    if minimum is not None and profile.gpu_count and minimum <= profile.vram_gb / profile.gpu_count:
         return 1, Origin(SIZES, selection.recipe, path, f"{minimum} GB fit one GPU of {profile.id}")
-    return profile.gpu_count, None
+    return profile.gpus, None
