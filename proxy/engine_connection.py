@@ -19,14 +19,18 @@ _WITHOUT_BODY = (204, 304)
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 _LONGEST_CHUNK = 4096
 # Engines make an event in every step of some milliseconds. What comes faster than the first was held up somewhere, or
-# comes from a tiny model: after some such events it is gathered for the second (seconds), and others go first, who wait
-# for their first token.
-FAST_S, HOLD_S = 0.002, 0.01
-FAST_EVENTS = 3
+# comes from a tiny model: what follows is gathered for the second (seconds), and others go first, who wait for their
+# first token. An answer's last events come together and never wait: only what vLLM marks as unfinished does.
+FAST_S, HOLD_S = 0.002, 0.016
+_UNFINISHED = b'"finish_reason":null'
+
+
+# What nothing of less than that length begins with.
+_NO_SIZE_LINE = b"-" * _LONGEST_CHUNK
 
 
 def _size_line(length: int) -> bytes:
-    """Return the size line that a chunk of so many bytes has, framing included; what no chunk has where there is none.
+    """Return the size line that a chunk of so many bytes has, framing included; where there is none, what fits nothing.
 
     The last chunk of all, which is empty, is not among them.
     """
@@ -34,7 +38,7 @@ def _size_line(length: int) -> bytes:
         size = length - digits - 4
         if size > 0 and len(b"%x" % size) == digits:
             return b"%x\r\n" % size
-    return b"no chunk"
+    return _NO_SIZE_LINE
 
 
 _SIZE_LINES = [_size_line(length) for length in range(_LONGEST_CHUNK)]
@@ -49,7 +53,6 @@ class EngineConnection(asyncio.Protocol):
         on_lost: Callable[[EngineConnection], None],
     ) -> None:
         self._held = False
-        self._fast = 0  # events in a row that came too fast
         self._on_free = on_free
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -64,7 +67,7 @@ class EngineConnection(asyncio.Protocol):
         self._between = False
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
-        self._until_close = False
+        self._until_close = self._chunked = False
         self._inflater: zlib._Decompress | None = None
         self._end = 0
         self._keep = False
@@ -89,7 +92,7 @@ class EngineConnection(asyncio.Protocol):
             raise RuntimeError("the connection is in use")
         self._exchange = exchange = Exchange(self, leg, endpoint, whole)
         self._answered = False
-        self._end = self._fast = 0
+        self._end = 0
         if len(body) < _WORTH_A_COPY:
             self._transport.write(b"".join((head, body, tail)))
         else:
@@ -98,7 +101,7 @@ class EngineConnection(asyncio.Protocol):
 
     def pass_chunks(self, take: Callable[[bytes, int], bool]) -> None:
         """Offer chunks that come alone to this, without the parser, which need not see what is taken."""
-        if self._inflater is None and self._exchange is not None:
+        if self._chunked and self._inflater is None and self._exchange is not None:
             self._take = take
 
     def wait_until(self, moment: float | None) -> None:
@@ -164,7 +167,7 @@ class EngineConnection(asyncio.Protocol):
         if self._between and self._take is not None and exchange is not None and len(data) < _LONGEST_CHUNK:
             size_line = _SIZE_LINES[len(data)]
             if data.startswith(size_line) and self._take(data, len(size_line)):
-                self._stamp(exchange, time.monotonic())
+                self._stamp(exchange, time.monotonic(), data)
                 return
         if exchange is None:
             self.drop()
@@ -188,20 +191,18 @@ class EngineConnection(asyncio.Protocol):
             if piece and exchange.error is None:
                 exchange.put(piece)
                 if exchange.piped and not exchange.complete:
-                    self._stamp(exchange, time.monotonic())
+                    self._stamp(exchange, time.monotonic(), piece)
         if exchange.complete:
             self._finish(exchange)
         elif self._spoilt:
             self.drop()
 
-    def _stamp(self, exchange: Exchange, now: float) -> None:
+    def _stamp(self, exchange: Exchange, now: float, data: bytes) -> None:
         """Note when a piped stream's bytes came; what comes too fast is gathered."""
-        if now - exchange.last >= FAST_S:
-            self._fast = 0
-        elif self._fast < FAST_EVENTS:  # a stream's last events come together, and must not wait
-            self._fast += 1
-        elif not self._held:
-            self._hold()
+        if now - exchange.last < FAST_S and not self._held:
+            last_event = max(0, data.rfind(b"\ndata:"))
+            if data.find(_UNFINISHED, last_event) >= 0:
+                self._hold()
         exchange.last = now
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -245,7 +246,8 @@ class EngineConnection(asyncio.Protocol):
         headers = {name.lower(): value for name, value in self._raw_headers.items()}
         if headers.get(b"content-encoding") in (b"gzip", b"deflate"):
             self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
-        framed = b"content-length" in headers or b"chunked" in headers.get(b"transfer-encoding", b"")
+        self._chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
+        framed = self._chunked or b"content-length" in headers
         self._until_close = not framed and status not in _WITHOUT_BODY
         exchange.answered(status, headers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import resource
@@ -27,6 +28,7 @@ from proxy.config import ProxyConfig
 from proxy.shared_counts import SharedCounts
 
 _BACKLOG = 4096
+_REST_TICKS = 30  # of uvicorn's, which come ten a second
 # glibc's numbers for mallopt (malloc.h), and what a proxy with large bodies does well with, in bytes.
 _MALLOC_SETTINGS = {-1: 64 << 20, -2: 4 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
 
@@ -75,9 +77,13 @@ async def _serve_all(servers: list[_Server], sockets: list[socket.socket]) -> No
 
 
 class _Server(uvicorn.Server):
-    """Ends at once at the second signal, whichever it is. One with a leader leaves signals to it and ends with it."""
+    """Ends at once at the second signal, whichever it is. One with a leader leaves signals to it and ends with it.
+
+    Between two bursts of work it gives the memory back that was kept for the next large body.
+    """
 
     leader: _Server | None = None
+    _answered = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.force_exit or self.should_exit
@@ -86,6 +92,11 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self.leader is not None and self.leader.should_exit:
             self.should_exit = self.force_exit = True
+        if counter % _REST_TICKS == 0 and not self.server_state.tasks:
+            answered = self.server_state.total_requests
+            if answered != self._answered:
+                self._answered = answered
+                return_freed_memory()
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
@@ -122,15 +133,27 @@ def allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep up to 64 MiB of what is freed: else each large body is mapped and cleared page by page anew.
 
     With another C library nothing happens.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is not None:
         for number, value in _MALLOC_SETTINGS.items():
             mallopt(number, value)
+
+
+def return_freed_memory() -> None:
+    """Have glibc return what it kept; some milliseconds, so for when nobody is being served."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def spare_collector() -> None:

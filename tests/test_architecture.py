@@ -12,8 +12,8 @@ MODULES = sorted(path for package in ("pdcluster", "proxy") for path in (ROOT / 
 # Lower layers must not import higher ones; a module may import its own layer and any below it.
 PDCLUSTER_LAYERS = [
     {"errors"},
-    {"spec", "flags", "model_facts", "inventory", "models", "nixl_poll", "recipes"},
-    {"spec_loading", "kv_transfer"},
+    {"spec", "flags", "model_facts", "inventory", "models", "nixl_poll", "recipes", "replay"},
+    {"spec_loading", "kv_transfer", "kv_events"},
     {"compat", "engine_args", "memory", "slots", "plan"},
     {
         "processes",
@@ -38,7 +38,7 @@ PROXY_LAYERS = [
     {"request", "trace", "exchange"},
     {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client", "tallies"},
     {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek", "linked_client", "client_protocol"},
-    {"load", "release", "gate"},
+    {"load", "release", "gate", "kv_events", "tokens", "admission"},
     {"handoff"},
     {"inference"},
     {"own_routes"},
@@ -52,6 +52,7 @@ PURE = (
     "pdcluster/slots.py",
     "pdcluster/engine_args.py",
     "pdcluster/kv_transfer.py",
+    "pdcluster/kv_events.py",
     "pdcluster/compat.py",
     "pdcluster/flags.py",
     "pdcluster/memory.py",

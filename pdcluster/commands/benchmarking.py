@@ -1,4 +1,4 @@
-"""`bench proxy`: what the proxy costs, against another router, measured here and now."""
+"""`bench proxy`: what the proxy costs, against another router, measured here and now; the table of benchmarks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from pdcluster.commands import options
+from pdcluster.commands import options, replaying, scheduling
 
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Benchmarks: ratios against another router, measured in one run.",
+    help="Benchmarks: our proxy against other routers, and traces against any endpoint.",
     rich_markup_mode=None,
-    epilog="Examples:\n  pdcluster bench proxy",
+    epilog="\b\nExamples:\n  pdcluster bench proxy\n"
+    "  pdcluster bench replay URL TRACE --speed 3.5\n  pdcluster bench scheduling TRACE --engines FILE",
 )
 _EPILOG = """\b
 Examples:
@@ -31,6 +32,10 @@ Check = Annotated[bool, typer.Option("--check", help="Exit with 1 where an aim i
 @bench.callback()
 def _group() -> None:
     """Benchmarks."""
+
+
+bench.command(epilog=replaying.EPILOG)(replaying.replay)
+bench.command(epilog=scheduling.EPILOG)(scheduling.scheduling)
 
 
 @bench.command(epilog=_EPILOG)

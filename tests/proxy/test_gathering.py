@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from proxy.engine_connection import FAST_EVENTS, FAST_S, EngineConnection
+from proxy.engine_connection import FAST_S, EngineConnection
 from proxy.exchange import Limit
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -54,10 +54,15 @@ def chunk(text):
     return b"%x\r\n%b\r\n" % (len(text), text)
 
 
+def event(text):
+    """An event in the middle of an answer, as vLLM writes it."""
+    return b'data: {"id":"a","choices":[{"text":"%b","finish_reason":null}]}\n\n' % text
+
+
 def too_fast(connection):
-    """Bring so many events at once that the last one makes the stream wait."""
-    for _ in range(2 + FAST_EVENTS):
-        connection.data_received(chunk(b"e"))
+    """Bring two events at once, so that the second makes the stream wait."""
+    for _ in range(2):
+        connection.data_received(chunk(event(b"e")))
 
 
 @pytest.fixture
@@ -75,18 +80,27 @@ async def stream():
 async def test_events_that_come_at_the_pace_of_steps_are_never_held(stream):
     connection, transport, sink, exchange = stream
     for index in range(10):
-        connection.data_received(chunk(b"event %d" % index))
+        connection.data_received(chunk(event(b"%d" % index)))
         assert transport.reading
         exchange.last -= 2 * FAST_S  # as if that much time had passed
-    assert sink.got == b"".join(b"event %d" % index for index in range(10))
+    assert sink.got == b"".join(event(b"%d" % index) for index in range(10))
 
 
-async def test_the_last_events_of_a_stream_which_come_together_do_not_wait(stream):
-    connection, transport, sink, _ = stream
-    for _ in range(1 + FAST_EVENTS):
-        connection.data_received(chunk(b"x"))
-    assert transport.reading
-    assert sink.got == b"x" * (1 + FAST_EVENTS)
+LAST = b'data: {"id":"a","choices":[{"text":"e","finish_reason":"stop"}]}\n\n'
+USAGE = b'data: {"id":"a","choices":[],"usage":{"completion_tokens":9}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "ending", [[LAST, USAGE, DONE], [LAST + USAGE, DONE], [event(b"e") + LAST, USAGE + DONE], [LAST]]
+)
+async def test_the_last_events_of_a_stream_which_come_together_do_not_wait(stream, ending):
+    connection, transport, sink, exchange = stream
+    exchange.last = time.monotonic()  # just now
+    for text in ending:
+        connection.data_received(chunk(text))
+        assert transport.reading
+    assert sink.got == b"".join(ending)
 
 
 async def test_events_that_keep_coming_at_once_are_passed_on_and_then_the_stream_waits_a_moment(stream):
@@ -95,8 +109,8 @@ async def test_events_that_keep_coming_at_once_are_passed_on_and_then_the_stream
     count = len(sink.got)
     assert not transport.reading
     await asyncio.wait_for(transport.reads_again.wait(), 2)
-    connection.data_received(chunk(b"3") + chunk(b"4"))
-    assert sink.got[count:] == b"34"
+    connection.data_received(chunk(event(b"3")) + chunk(event(b"4")))
+    assert sink.got[count:] == event(b"3") + event(b"4")
     assert not transport.reading  # it was there already: the stream is still too fast
 
 
