@@ -216,6 +216,18 @@ def _owned_settings(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem
                 yield Problem(f"pools.{role}.env.{name}", "is set by the plan", f"remove it; {OWNED_ENVIRONMENT[name]}")
 
 
+def _events_need_a_prefix_cache(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem]:
+    for role, pool in spec.pools.items():
+        if pool.kv_events and find_flag(pool.extra_args, "--no-enable-prefix-caching") is not None:
+            yield Problem(f"pools.{role}.kv_events", "set without a prefix cache", "remove --no-enable-prefix-caching")
+
+
+def _events_need_ipv4(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem]:
+    for role, pool in spec.pools.items():
+        if pool.kv_events and ":" in spec.host and spec.host != "::1":
+            yield Problem(f"pools.{role}.kv_events", f"set with host {spec.host}", "use an IPv4 address for host")
+
+
 def _tls_files(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem]:
     proxy = spec.proxy
     if proxy.tls_key is not None and proxy.tls_certificate is None:
@@ -277,6 +289,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("same-flags", "it is in the handshake's compatibility hash", _NIXL, _same_extra_flags),
     Rule("length", "a prompt must fit the model and both pools", _VLLM, _lengths),
+    Rule("events-cache", "KV events tell of blocks in the prefix cache", _VLLM, _events_need_a_prefix_cache),
+    Rule("events-ipv4", "vLLM publishes KV events over IPv4 only", _VLLM, _events_need_ipv4),
     Rule("tls-files", "HTTPS needs a certificate and its private key", "TLS", _tls_files),
     Rule(
         "client-ca",

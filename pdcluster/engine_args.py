@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdcluster.flags import POOL_FLAGS, SIZE_FLAGS, find_flag
 from pdcluster.inventory import VISIBLE_VARIABLE, Kind
+from pdcluster.kv_events import events_argument
 from pdcluster.kv_transfer import side_channel_environment, transfer_argument
 from pdcluster.model_facts import Checkpoint, ModelFacts
 from pdcluster.spec import PoolSpec, Role
@@ -18,6 +19,8 @@ MODULE = "vllm.entrypoints.openai.api_server"
 
 CPU_CONTEXT = 4096
 CPU_KV_BYTES = 300_000_000
+# Routes that return the tokens of a request's prompt, exact for every API.
+_RENDER, _NO_RENDER = "--enable-scale-out", "--no-enable-scale-out"
 _CPU_ORIGIN = "default on CPU hosts"
 _PLAN_ORIGIN = "plan"
 
@@ -86,6 +89,8 @@ class Slot:
     binding: str
     http_port: int
     side_channel_port: int
+    events_port: int
+    replay_port: int  # 0 where no KV events are published
     dp_rpc_port: int
 
 
@@ -142,6 +147,11 @@ def _pool_arguments(loaded: LoadedSpec, slot: Slot, pool: PoolSpec, facts: Model
     eager = defaults.get("enforce_eager", False) if pool.enforce_eager is None else pool.enforce_eager
     if eager:
         yield Argument(("--enforce-eager",), _CPU_ORIGIN if pool.enforce_eager is None else origin("enforce_eager"))
+    if pool.kv_events:
+        text = events_argument(slot.host, slot.events_port, slot.replay_port)
+        yield Argument(("--kv-events-config", text), origin("kv_events"))
+        if find_flag(pool.extra_args, _RENDER) is None and find_flag(pool.extra_args, _NO_RENDER) is None:
+            yield Argument((_RENDER,), origin("kv_events"))
     if pool.speculative is not None:
         text = json.dumps(pool.speculative.config(), separators=(",", ":"))
         yield Argument(("--speculative-config", text), origin("speculative"))

@@ -48,6 +48,7 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--host": "host",
     "--port": "ports.base",
     "--kv-transfer-config": "connector",
+    "--kv-events-config": "kv_events",
     "--data-parallel-rpc-port": "ports.base",
     "--api-key": "PDCLUSTER_ENGINE_API_KEY in the environment (a command line is visible to every user of the host)",
     "--enforce-eager": "enforce_eager",

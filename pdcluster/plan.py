@@ -23,6 +23,7 @@ from pdcluster.engine_args import (
 )
 from pdcluster.errors import SpecError
 from pdcluster.inventory import Inventory, Kind
+from pdcluster.kv_events import subscriptions
 from pdcluster.kv_transfer import lease_seconds
 from pdcluster.memory import refuse_too_little_memory
 from pdcluster.model_facts import Checkpoint
@@ -176,6 +177,10 @@ def plan_proxy(
     argv = [python, "-m", "proxy", "--host", proxy.host, "--port", str(proxy.port)]
     for instance in instances:
         argv += [f"--{instance.role}", f"{instance.name}={instance.url}"]
+    for instance in instances:
+        ports = {ports.purpose: ports.first for ports in instance.ports}
+        events, replay = ports["kv events"], ports.get("kv events replay", 0)
+        argv += subscriptions(instance.name, instance.host, events, replay, getattr(loaded.spec.pools, instance.role))
     for prefill, decode in excluded:
         argv += ["--exclude-pair", f"{prefill}:{decode}"]
     argv += ["--connector", loaded.spec.connector, "--fallback", proxy.fallback]

@@ -48,8 +48,8 @@ def place_instances(spec: ClusterSpec, inventory: Inventory) -> tuple[PlacedInst
     for (role, index, pool), (threads, binding) in zip(members, cores, strict=True):
         name = f"{role}-{index}"
         ranges = tuple(_port_ranges(name, port, pool))
-        http, side_channel, _, dp_rpc = ranges
-        port = dp_rpc.ports.stop
+        first = {ports.purpose: ports.first for ports in ranges}
+        port = ranges[-1].ports.stop
         slot = Slot(
             role=role,
             host=spec.host,
@@ -57,9 +57,11 @@ def place_instances(spec: ClusterSpec, inventory: Inventory) -> tuple[PlacedInst
             devices=devices.get(name, ()),
             threads=threads,
             binding=binding,
-            http_port=http.first,
-            side_channel_port=side_channel.first,
-            dp_rpc_port=dp_rpc.first,
+            http_port=first["http"],
+            side_channel_port=first["nixl side channel"],
+            events_port=first["kv events"],
+            replay_port=first.get("kv events replay", 0),
+            dp_rpc_port=first["data-parallel rpc"],
         )
         placed.append(PlacedInstance(name, slot, ranges))
     _refuse_port_clash(spec, placed)
@@ -73,6 +75,7 @@ def _port_ranges(name: str, first: int, pool: PoolSpec) -> Iterator[PortRange]:
         ("http", 1),
         ("nixl side channel", ranks),
         ("kv events", ranks),
+        *((("kv events replay", ranks),) if pool.kv_events else ()),
         ("data-parallel rpc", 1),
     ):
         yield PortRange(name, purpose, first, count)

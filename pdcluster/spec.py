@@ -117,6 +117,10 @@ class PoolSpec(Section):
     quantization: str | None = None
     load_format: str | None = None
     enforce_eager: bool | None = None
+    kv_events: bool = Field(
+        False,
+        description="publish which KV blocks are held, and render prompts, for the proxy's exact index of prefixes",
+    )
     extra_args: tuple[str, ...] = Field((), description="appended to vLLM's argv as they are")
     env: Environment = Field(default_factory=dict, description="environment of every instance of this pool")
     devices: tuple[int, ...] | None = Field(

@@ -1,7 +1,9 @@
 """Keys of the proxy's clients: read from a file or the environment, found by their hash, never shown.
 
-File: YAML, a mapping from a name to the key, or to `{key, requests_per_minute, tokens_per_minute}`. Environment:
-`name=key,name2=key2`. Names appear in metrics and logs, keys nowhere.
+File: YAML, a mapping from a name to the key, or to `{key, requests_per_minute, tokens_per_minute, priority, weight,
+ttft_ms}`: a lower priority is served first, one with twice the weight gets twice the tokens while others wait, and
+`ttft_ms` is by when a first token is wanted. Environment: `name=key,name2=key2`. Names appear in metrics and logs, keys
+nowhere.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import yaml
 
 _SHORTEST = 8
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FIELDS = ("key", "requests_per_minute", "tokens_per_minute")
+_LIMITS = ("requests_per_minute", "tokens_per_minute")
+_FIELDS = ("key", *_LIMITS, "priority", "weight", "ttft_ms")
+_PRIORITIES = range(-100, 101)
 
 
 class KeyFileError(ValueError):
@@ -28,13 +32,19 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A client's key. `index` is its place among all, limits are None where there are none."""
+    """A client's key. `index` is its place among all, limits are None where there are none.
+
+    What the rest means is said in `scheduling.job`.
+    """
 
     name: str
     index: int
     digest: bytes = field(repr=False)
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    priority: int = 0
+    weight: float = 1.0
+    ttft_ms: float | None = None
 
 
 class ApiKeys:
@@ -117,12 +127,24 @@ def _key(where: str, name: str, entry: Any, index: int, limits: tuple[int | None
             f"{where}: a key is a string of at least {_SHORTEST} printable characters without spaces; quote it"
         )
     own = []
-    for field_name, default in zip(_FIELDS[1:], limits, strict=True):
+    for field_name, default in zip(_LIMITS, limits, strict=True):
         limit = values.get(field_name, default)
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             raise KeyFileError(f"{where}: {field_name} must be a whole number from 1")
         own.append(limit)
-    return ApiKey(name, index, hashlib.sha256(secret.encode()).digest(), own[0], own[1])
+    digest = hashlib.sha256(secret.encode()).digest()
+    return ApiKey(name, index, digest, own[0], own[1], *_service(where, values))
+
+
+def _service(where: str, values: Mapping[str, Any]) -> tuple[int, float, float | None]:
+    """Return how a key is served: its priority, its weight, and the target for its first tokens."""
+    priority, weight, ttft = values.get("priority", 0), values.get("weight", 1.0), values.get("ttft_ms")
+    if type(priority) is not int or priority not in _PRIORITIES:
+        raise KeyFileError(f"{where}: priority must be a whole number from -100 (first) to 100")
+    for name, value in (("weight", weight), ("ttft_ms", ttft)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise KeyFileError(f"{where}: {name} must be a number over 0")
+    return priority, float(weight), ttft
 
 
 def _without_twins(keys: list[ApiKey], where: str) -> ApiKeys:

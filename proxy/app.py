@@ -9,13 +9,14 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from proxy.admission import Admission, QueueLimits
 from proxy.config import ProxyConfig
 from proxy.connectors import CONNECTORS
 from proxy.endpoints import Endpoint, Pools, State
@@ -32,15 +33,23 @@ from proxy.rate_limits import COLUMNS_PER_KEY, RateLimits
 from proxy.release import Releases
 from proxy.request import KINDS, PASSED_ON
 from proxy.routes import error_response, hot_routes, make_router
-from proxy.scheduling.pickers import BestPicker
-from proxy.scheduling.profile import Scheduler
+from proxy.scheduling.dispatcher import Dispatcher
+from proxy.scheduling.job import Targets
+from proxy.scheduling.lanes import Lanes
+from proxy.scheduling.prefix_index import PrefixIndex
+from proxy.scheduling.seats import Rooms
+from proxy.scheduling.shared_load import SharedLoad
 from proxy.shared_counts import SharedCounts
 from proxy.trace import outcome_of
+
+if TYPE_CHECKING:
+    from proxy.kv_events.following import KvEvents
 
 _LOG = logging.getLogger("proxy")
 _METHOD_NOT_ALLOWED = 405
 _RELEASES_S = 2.0
 _FIRST_LOOK_S = 2.0
+_CHARACTERS_PER_TOKEN = 4
 
 
 class _Application(FastAPI):
@@ -76,14 +85,18 @@ class _Application(FastAPI):
 
 
 def shared_counts(config: ProxyConfig, workers: int) -> SharedCounts:
-    """Return the table that the workers of a proxy share: requests in flight, what API keys have used, metrics."""
-    endpoints = len(config.endpoints)
-    return SharedCounts(_first_of_metrics(config) + METRIC_COLUMNS, workers, volatile=endpoints)
+    """Return the table that the workers of a proxy share: load of endpoints, what API keys have used, metrics."""
+    return SharedCounts(_first_of_metrics(config) + METRIC_COLUMNS, workers, volatile=_first_of_keys(config))
+
+
+def _first_of_keys(config: ProxyConfig) -> int:
+    """Return the column after those of the load: requests in flight, tokens to prefill, requests that wait."""
+    return 2 * len(config.endpoints) + 1
 
 
 def _first_of_metrics(config: ProxyConfig) -> int:
     keys = 0 if config.api_keys is None else len(config.api_keys)
-    return len(config.endpoints) + keys * COLUMNS_PER_KEY
+    return _first_of_keys(config) + keys * COLUMNS_PER_KEY
 
 
 def create_app(
@@ -102,14 +115,17 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(services.watcher.run())
+        tasks = [asyncio.create_task(services.watcher.run())]
+        if services.kv_events is not None:
+            tasks.append(asyncio.create_task(services.kv_events.run()))
         await services.watcher.looked_once(_FIRST_LOOK_S)
         try:
             yield
         finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             await services.handoffs.releases.finish(_RELEASES_S)
             services.client.close()
 
@@ -130,14 +146,16 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
     endpoints = tuple(Endpoint(item, counts=counts, column=index) for index, item in enumerate(config.endpoints))
     pools = Pools(endpoints, config.excluded_pairs, _log_change)
     client = EngineClient(config.timeouts)
-    metrics = Metrics(endpoints, counts, _first_of_metrics(config), kv_store)
+    metrics = Metrics(
+        endpoints, counts, _first_of_metrics(config), kv_store, lambda: counts.total(_first_of_keys(config) - 1)
+    )
     authorization = Authorization(config.engine_api_key, pass_on=config.api_keys is None)
     ids = RequestIds()
     probe_headers = headers_for_engine({}, "probe", authorization)
     handoffs = Handoffs(
         config=config,
         pools=pools,
-        scheduler=Scheduler(pools, BestPicker(rng)),
+        admission=_make_admission(config, pools, metrics, rng),
         connector=CONNECTORS[config.connector](),
         client=client,
         metrics=metrics,
@@ -152,10 +170,41 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
         client=client,
         watcher=Watcher(pools, client, config.health_interval, probe_headers, time.monotonic),
         metrics=metrics,
-        gate=Gate(config.api_keys, RateLimits(counts, len(endpoints), time.time), metrics),
+        gate=Gate(config.api_keys, RateLimits(counts, _first_of_keys(config), time.time), metrics),
         authorization=authorization,
         ids=ids,
+        kv_events=_kv_events(config, endpoints, client, probe_headers, metrics) if config.kv_events else None,
     )
+
+
+def _make_admission(config: ProxyConfig, pools: Pools, metrics: Metrics, rng: random.Random) -> Admission:
+    """Put together what places requests."""
+    told = config.scheduling
+    lanes, rooms, index = Lanes(), Rooms(rng, told.tpot_ms / 1000), PrefixIndex()
+    for number, endpoint in enumerate(pools.endpoints):
+        if endpoint.role == "prefill":
+            lanes.add(endpoint.name, number)
+            index.limit(number, round(told.prefix_tokens * _CHARACTERS_PER_TOKEN))
+        else:
+            rooms.add(endpoint.name, number).seats = told.seats
+    targets = Targets(base=told.ttft_ms / 1000, each=told.ttft_per_token_ms / 1000)
+    dispatcher = Dispatcher(lanes, rooms, index, rng, targets, config.excluded_pairs)
+    shared = SharedLoad(pools.endpoints, dispatcher, len(pools.endpoints))
+    limits = QueueLimits(told.queue_size, told.queue_seconds)
+    return Admission(dispatcher, pools, shared, limits, metrics, time.monotonic)
+
+
+def _kv_events(
+    config: ProxyConfig, endpoints: Sequence[Endpoint], client: EngineClient, headers: bytes, metrics: Metrics
+) -> KvEvents:
+    """Follow engines' KV events; what that needs is loaded only where it is asked for."""
+    from proxy.kv_events.collector import KvEventsCollector  # noqa: PLC0415
+    from proxy.kv_events.following import Followed, KvEvents  # noqa: PLC0415
+    from proxy.scheduling.block_index import BlockIndex  # noqa: PLC0415
+
+    events = KvEvents(Followed(endpoints, config.kv_events), BlockIndex(), client, headers, time.monotonic)
+    metrics.add(KvEventsCollector(events, endpoints))
+    return events
 
 
 async def _answer_proxy_error(request: Request, error: Exception) -> Response:

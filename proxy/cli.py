@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     import socket
 
     from proxy.api_keys import ApiKeys
-    from proxy.config import EndpointConfig, ProxyConfig
+    from proxy.config import EndpointConfig, KvEventSource, ProxyConfig
     from proxy.serving import ServerSettings
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 _KIB, _MIB = 1 << 10, 1 << 20
+_ZMQ_SCHEMES = ("tcp://", "ipc://")
 _EPILOG = """\b
 Examples:
   pdcluster proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8100
   pdcluster proxy --prefill p0=http://10.0.0.1:8100 --decode d0=http://10.0.0.2:8100 --port 8080
   pdcluster proxy ... --host 0.0.0.0 --api-key-file keys.yaml --tls-certificate chain.pem --tls-key key.pem
   pdcluster proxy ... --workers 4 --admin-port 8001
+  pdcluster proxy ... --kv-events auto
+  pdcluster proxy ... --kv-events p0=tcp://10.0.0.1:5557,tcp://10.0.0.1:6557
 Clients' keys are read from --api-key-file or PDCLUSTER_API_KEYS (name=key,name2=key2), the engines' own key, where
 they have one, from PDCLUSTER_ENGINE_API_KEY."""
 
@@ -37,7 +40,7 @@ class UsageError(Exception):
 
 def _proxy(flags: dict[str, Any]) -> None:
     """Put one OpenAI-compatible endpoint in front of prefill and decode engines of vLLM."""
-    from proxy.config import ClientLimits, ProxyConfig, Timeouts
+    from proxy.config import ClientLimits, ProxyConfig, SchedulingConfig, Timeouts
 
     names = _endpoints(flags["prefill"] or [], "prefill") + _endpoints(flags["decode"] or [], "decode")
     _check(names, flags["connector"], flags["fallback"], flags["log_level"])
@@ -60,11 +63,21 @@ def _proxy(flags: dict[str, Any]) -> None:
             idle=flags["idle_timeout"] or None,
             total=flags["total_timeout"] or None,
         ),
+        scheduling=SchedulingConfig(
+            ttft_ms=flags["ttft_ms"],
+            ttft_per_token_ms=flags["ttft_per_token_ms"],
+            tpot_ms=flags["tpot_ms"],
+            queue_size=flags["queue_size"],
+            queue_seconds=flags["queue_timeout"],
+            prefix_tokens=flags["prefix_cache_tokens"],
+            seats=flags["decode_seats"],
+        ),
         lease_seconds=flags["lease_seconds"],
         health_interval=flags["health_interval"],
         engine_api_key=os.environ.get("PDCLUSTER_ENGINE_API_KEY") or None,
         api_keys=_api_keys(flags),
         cors_origins=tuple(flags["cors_origin"] or ()),
+        kv_events=_kv_events(flags["kv_events"] or [], names),
     )
     _check_tls(flags)
     if not flags["check"]:
@@ -136,6 +149,30 @@ def _pair(text: str, endpoints: list[EndpointConfig]) -> tuple[str, str]:
             return text[:index], text[index + 1 :]
     known = f"prefill {sorted(names['prefill'])}, decode {sorted(names['decode'])}"
     raise UsageError(f"--exclude-pair {text}: must be PREFILL:DECODE of these names: {known}")
+
+
+def _kv_events(given: list[str], endpoints: list[EndpointConfig]) -> dict[str, tuple[KvEventSource, ...]]:
+    """Parse auto, NAME=auto and NAME=ADDRESS[,REPLAY]; of several addresses of one name the n-th is rank n."""
+    from proxy.config import KvEventSource
+
+    names = sorted((item.name for item in endpoints), key=len, reverse=True)
+    found: dict[str, tuple[KvEventSource, ...]] = {}
+    for text in given:
+        if text == "auto":
+            found = dict.fromkeys(names, ()) | found
+            continue
+        name = next((name for name in names if text.startswith(f"{name}=")), None)
+        if name is None:
+            raise UsageError(f"--kv-events {text}: must be auto, or begin with NAME= of one of {sorted(names)}")
+        publish, _, replay = text[len(name) + 1 :].partition(",")
+        for address in (publish, replay or publish):
+            if publish != "auto" and not address.startswith(_ZMQ_SCHEMES):
+                raise UsageError(
+                    f"--kv-events {text}: {address or 'nothing'} is no address; give one such as tcp://10.0.0.1:5557, "
+                    "or auto"
+                )
+        found[name] = () if publish == "auto" else (*found.get(name, ()), KvEventSource(publish, replay or None))
+    return found
 
 
 def _listen(host: str, port: int, flag: str) -> socket.socket:

@@ -73,6 +73,8 @@ class ClientProtocol(HttpToolsProtocol):
         self._body_seen = 0
         self._timer: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
+        self._offered = False  # the head that was read has an offer to go on otherwise than by HTTP/1.1
+        self._declined = False
         self._refusal: ProxyError | None = None
         self._refused = False
 
@@ -91,10 +93,11 @@ class ClientProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
-            self.send_400_response("this is not HTTP/1.1")
+            self._misread()
             return
-        except httptools.HttpParserUpgrade:  # the request is served as it is, the offer to go on otherwise is not taken
-            self.cycle.keep_alive = False
+        except httptools.HttpParserUpgrade as offer:
+            if not self._decline(data[offer.args[0] :]):
+                return
         if self._refused or self.transport.is_closing():
             return
         if self._in_head and self._head_size > self._limits.head_bytes:
@@ -105,6 +108,32 @@ class ClientProtocol(HttpToolsProtocol):
         awaited: _Awaited = "head" if self._in_head else "body" if self._in_body else ""
         if awaited != self._awaited:
             self._await(awaited)
+
+    def _decline(self, rest: bytes) -> bool:
+        """Begin a request anew without its offer (`Upgrade`): httptools takes one that has it to have no body.
+
+        Java's own client offers h2c in every first request. The connection ends with the answer, and whatever follows
+        the request is dropped. False says that it was refused.
+        """
+        if self.parser.get_method() == b"CONNECT":
+            self.refuse(BadRequestError("CONNECT is not served here"))
+            return False
+        kept = [item for item in self._fields.items() if item[0].lower() not in (b"upgrade", b"connection")]
+        lines = b"".join([b"%b: %b\r\n" % item for item in kept])
+        version = self.parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%bconnection: close\r\n\r\n" % (self.parser.get_method(), self.url, version, lines)
+        self._offered, self._declined = False, True
+        self.parser = httptools.HttpRequestParser(self)
+        try:
+            self.parser.feed_data(head + rest)
+        except httptools.HttpParserError:
+            self._misread()
+        return not self._refused
+
+    def _misread(self) -> None:
+        """Refuse what is not HTTP, except behind a request whose offer was declined."""
+        if not self._declined or self._in_head or self._in_body:
+            self.send_400_response("this is not HTTP/1.1")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request's client."""
@@ -150,14 +179,17 @@ class ClientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begin the request."""
         self._in_head = False
+        parser = self.parser
+        if parser.should_upgrade():
+            self._offered = True
+            return
         self._in_body = True
         if self._head_size > self._limits.head_bytes:  # else it cannot be
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self._fields.items())
             if size > self._limits.head_bytes:
                 self._refusal = HeadersTooLargeError(f"the headers are over {self._limits.head_bytes} bytes")
                 raise self._refusal
-        headers = {name.lower(): value for name, value in self._fields.items()}
-        parser = self.parser
+        headers = {name.lower(): value.rstrip(b" \t") for name, value in self._fields.items()}
         route = self._direct.get(self.url) if parser.get_method() == b"POST" else None
         queued = self.cycle is not None and not self.cycle.response_complete
         if route is None:
@@ -232,6 +264,8 @@ class ClientProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that the request is all there."""
+        if self._offered:
+            return
         self._in_body = False
         cycle = self.cycle
         if not cycle.response_complete:

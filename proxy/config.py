@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from proxy.api_keys import ApiKeys
 
@@ -17,6 +18,17 @@ class EndpointConfig:
     name: str
     url: str
     role: Role
+
+
+class KvEventSource(NamedTuple):
+    """Where one data-parallel rank of an engine publishes its KV events, in ZMQ's form.
+
+    Without `replay` a gap cannot be closed, nor silence told from loss.
+    """
+
+    publish: str
+    replay: str | None = None
+    topic: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +62,30 @@ class ClientLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulingConfig:
+    """How requests are placed: targets for first tokens and between tokens, and how many may wait for how long.
+
+    `prefix_tokens` is how much of prompts a prefill engine is believed to keep in its cache, `seats` how many sequences
+    a decode engine runs at once, None for no bound.
+    """
+
+    ttft_ms: float = 500.0
+    ttft_per_token_ms: float = 0.25
+    tpot_ms: float = 30.0
+    queue_size: int = 4096
+    queue_seconds: float = 600.0
+    prefix_tokens: int = 500_000
+    seats: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """Everything that `create_app` needs.
 
     `excluded_pairs` are (prefill, decode) names that must not serve together; `fallback` says what happens when no
     prefill is usable: "decode" serves on decode alone, "none" answers 503. `lease_seconds` is how long prefill engines
-    keep the KV of a handoff (vLLM's `kv_lease_duration`): one that has become nearly as old is never sent.
+    keep the KV of a handoff (vLLM's `kv_lease_duration`): one that has become nearly as old is never sent. `kv_events`
+    names the endpoints whose KV events are followed, with their sources by rank; () where the engine is asked for them.
     """
 
     endpoints: tuple[EndpointConfig, ...]
@@ -69,3 +99,5 @@ class ProxyConfig:
     engine_api_key: str | None = field(default=None, repr=False)
     api_keys: ApiKeys | None = None
     cors_origins: tuple[str, ...] = ()
+    scheduling: SchedulingConfig = SchedulingConfig()
+    kv_events: Mapping[str, tuple[KvEventSource, ...]] = field(default_factory=dict)

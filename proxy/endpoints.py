@@ -64,6 +64,8 @@ class Pools:
     endpoints: tuple[Endpoint, ...]
     excluded: frozenset[tuple[str, str]] = frozenset()
     on_change: Callable[[Endpoint, State], None] = field(default=lambda _endpoint, _state: None)
+    on_sort: Callable[[], None] = field(default=lambda: None, repr=False)  # hears that other endpoints are ready now
+    generation: int = 0  # of the lists of ready endpoints
     _ready: dict[Role, list[Endpoint]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +115,9 @@ class Pools:
         if before != state:
             self._sort()
             self.on_change(endpoint, before)
+            self.on_sort()
 
     def _sort(self) -> None:
         roles: tuple[Role, ...] = ("prefill", "decode")
         self._ready = {role: [item for item in self.endpoints if item.ready and item.role == role] for role in roles}
+        self.generation += 1

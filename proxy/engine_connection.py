@@ -25,8 +25,12 @@ FAST_S, HOLD_S = 0.002, 0.016
 _UNFINISHED = b'"finish_reason":null'
 
 
+# What nothing of less than that length begins with.
+_NO_SIZE_LINE = b"-" * _LONGEST_CHUNK
+
+
 def _size_line(length: int) -> bytes:
-    """Return the size line that a chunk of so many bytes has, framing included; what no chunk has where there is none.
+    """Return the size line that a chunk of so many bytes has, framing included; where there is none, what fits nothing.
 
     The last chunk of all, which is empty, is not among them.
     """
@@ -34,7 +38,7 @@ def _size_line(length: int) -> bytes:
         size = length - digits - 4
         if size > 0 and len(b"%x" % size) == digits:
             return b"%x\r\n" % size
-    return b"no chunk"
+    return _NO_SIZE_LINE
 
 
 _SIZE_LINES = [_size_line(length) for length in range(_LONGEST_CHUNK)]
@@ -63,7 +67,7 @@ class EngineConnection(asyncio.Protocol):
         self._between = False
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
-        self._until_close = False
+        self._until_close = self._chunked = False
         self._inflater: zlib._Decompress | None = None
         self._end = 0
         self._keep = False
@@ -97,7 +101,7 @@ class EngineConnection(asyncio.Protocol):
 
     def pass_chunks(self, take: Callable[[bytes, int], bool]) -> None:
         """Offer chunks that come alone to this, without the parser, which need not see what is taken."""
-        if self._inflater is None and self._exchange is not None:
+        if self._chunked and self._inflater is None and self._exchange is not None:
             self._take = take
 
     def wait_until(self, moment: float | None) -> None:
@@ -242,7 +246,8 @@ class EngineConnection(asyncio.Protocol):
         headers = {name.lower(): value for name, value in self._raw_headers.items()}
         if headers.get(b"content-encoding") in (b"gzip", b"deflate"):
             self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
-        framed = b"content-length" in headers or b"chunked" in headers.get(b"transfer-encoding", b"")
+        self._chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
+        framed = self._chunked or b"content-length" in headers
         self._until_close = not framed and status not in _WITHOUT_BODY
         exchange.answered(status, headers)
 

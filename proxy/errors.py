@@ -92,6 +92,26 @@ class RateLimitedError(ProxyError):
         super().__init__(message, code="rate_limit_exceeded", headers=headers)
 
 
+class OverloadedError(ProxyError):
+    """More requests wait than can be served in time; `seconds` until those that wait now have been."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message, code="overloaded", headers={"retry-after": str(max(1, math.ceil(seconds)))})
+
+
+class QueueTimeoutError(ProxyError):
+    """No engine was free within the time that a request may wait."""
+
+    status = 408
+    kind = "timeout_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="queue_timeout")
+
+
 class HeadersTooLargeError(ProxyError):
     """The headers are over the limit."""
 

@@ -42,7 +42,20 @@ FLAGS: dict[str, _Flag] = {
     "admin_host": _Flag(str, "127.0.0.1", "Address of the admin port."),
     "exclude_pair": _many("Names that must not serve together.", "PREFILL:DECODE"),
     "connector": _Flag(str, "nixl", "How KV moves: nixl."),
+    "kv_events": _many(
+        "Follow an engine's KV events: where it publishes and replays, once a rank; auto asks it (alone: all engines).",
+        "auto|NAME=auto|NAME=ADDRESS[,REPLAY]",
+    ),
     "fallback": _Flag(str, "decode", "Without a usable prefill: decode serves alone, or none (503)."),
+    "ttft_ms": _Flag(float, 500.0, "When a first token is wanted; the most urgent goes first.", {"min": 1.0}),
+    "ttft_per_token_ms": _Flag(float, 0.25, "And this more for each prompt token beyond 2,000.", {"min": 0.0}),
+    "tpot_ms": _Flag(float, 30.0, "Wanted time between a stream's tokens.", {"min": 0.1}),
+    "queue_size": _Flag(int, 4096, "Requests that may wait for an engine, in each worker.", _POSITIVE),
+    "queue_timeout": _Flag(float, 600.0, "Seconds that a request may wait for an engine.", _LATER),
+    "prefix_cache_tokens": _Flag(int, 500_000, "Tokens that a prefill engine's prefix cache holds.", _POSITIVE),
+    "decode_seats": _Flag(
+        int | None, None, "Sequences that a decode engine runs at once (max_num_seqs); more wait here.", _POSITIVE
+    ),
     "api_key_file": _path("Clients' keys in YAML, one `name: key` a line; or set PDCLUSTER_API_KEYS."),
     "requests_per_minute": _Flag(int | None, None, "For each key without a limit of its own.", _POSITIVE),
     "tokens_per_minute": _Flag(int | None, None, "For each key without a limit of its own.", _POSITIVE),

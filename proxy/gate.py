@@ -28,6 +28,11 @@ class Pass:
         self._estimate = estimate
         self._admitted = 0.0 if limits is None else limits.now()
 
+    @property
+    def key(self) -> ApiKey | None:
+        """The client's key, where there are keys."""
+        return self._key
+
     def settle(self, trace: Trace, body: bytes) -> None:
         """Count the tokens that the request really took; `body` is its answer, where that was no stream."""
         if self._limits is None or self._key is None or self._key.tokens_per_minute is None:

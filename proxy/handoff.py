@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from proxy.admission import Admission
+from proxy.api_keys import ApiKey
 from proxy.breathing import LARGE, breathe
 from proxy.config import ProxyConfig
 from proxy.connectors.base import Connector
@@ -34,8 +36,7 @@ from proxy.peek import RefusedEvent, first_events
 from proxy.relay import Answer, EngineStream
 from proxy.release import Releases
 from proxy.request import InferenceRequest, why_aggregated
-from proxy.scheduling.base import Placement
-from proxy.scheduling.profile import Scheduler
+from proxy.scheduling.placement import Placement
 from proxy.trace import Trace
 
 _LOG = logging.getLogger("proxy.handoff")
@@ -59,7 +60,7 @@ class Handoffs:
 
     config: ProxyConfig
     pools: Pools
-    scheduler: Scheduler
+    admission: Admission
     connector: Connector
     client: EngineClient
     metrics: Metrics
@@ -68,13 +69,15 @@ class Handoffs:
     ids: RequestIds
     clock: Callable[[], float]
 
-    async def serve(self, request: InferenceRequest, trace: Trace) -> Served:
+    async def serve(self, request: InferenceRequest, trace: Trace, key: ApiKey | None = None) -> Served:
         """Return the answer, its connection and reservations held until it is closed; raises `ProxyError`."""
         aggregated = why_aggregated(request.fields)
+        if key is not None and key.priority:
+            trace.priority = "first" if key.priority < 0 else "last"
         tried: set[str] = set()
         retried: set[str] = set()
         while True:
-            placement = self.scheduler.place(request, tried, aggregated)
+            placement = await self.admission.place(request, tried, aggregated, key)
             if placement is None:
                 raise NoEndpointError("no decode endpoint is ready; /ready says what is missing")
             trace.placed = trace.placed or self.clock()
@@ -125,7 +128,7 @@ class _Attempt:
         self._retried = retried
         self._headers = headers_for_engine(request.headers, handoffs.ids.new(), handoffs.authorization)
         self._timeouts = handoffs.config.timeouts
-        self._reserved = False
+        self._reserved = self._prefill_over = False
         self._stream: Exchange | None = None
         self._sent: Exchange | None = None  # the leg that an engine may know of
         self.failed: list[str] = []
@@ -141,23 +144,32 @@ class _Attempt:
             return await self._decode(self._alone_body())
         self._trace.path, self._trace.reason = "disaggregated", ""
         reply = await self._prefill(self._placement.prefill)
-        if reply is not None and reply.status >= _CLIENT_ERROR:
-            return _passed_on(reply)
         told = {} if reply is None else _json_object(reply.body)
         self._trace.prompt_tokens = _prompt_tokens(told)
+        self._tell_prefilled(well=reply is not None and reply.status < _CLIENT_ERROR)
+        if reply is not None and reply.status >= _CLIENT_ERROR:
+            return _passed_on(reply)
         handoff = self._of.connector.handoff(told)
         if handoff is None:
             self._of.count_fallback("prefill_failed" if reply is None else "no_handoff", self._trace)
             return await self._decode(self._alone_body())
         return await self._decode_with(handoff)
 
+    def _tell_prefilled(self, *, well: bool) -> None:
+        """Let the next request have this one's prefill engine."""
+        if not self._prefill_over:
+            self._prefill_over = True
+            self._of.admission.prefilled(self._placement, self._trace.prompt_tokens, well=well)
+
     def close(self) -> None:
-        """Give back the decode connection and the reservation."""
+        """Give back the decode connection and the reservations."""
         if self._stream is not None:
             self._stream.close()
+        self._tell_prefilled(well=False)
         if self._reserved:
             self._reserved = False
             self._placement.decode.give()
+            self._of.admission.finished(self._placement, self._trace.pace)
 
     def _limit(self, seconds: float | None) -> Limit:
         """Return a phase's limit, or what is left of the whole request's where that is less."""
@@ -287,6 +299,8 @@ class _Attempt:
         except RefusedEvent as refused:
             return Answer(refused.status, {"content-type": "application/json"}, refused.body)
         self._trace.first_byte = self._of.clock()
+        if self._trace.prefill_ended is not None:
+            self._of.admission.began(self._placement, self._trace.first_byte - self._trace.prefill_ended)
         rest = EngineStream(exchange, lambda: self._limit(self._timeouts.idle))
         return Answer(_OK, headers_for_client(exchange.headers), head, rest)
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
@@ -38,6 +38,9 @@ from proxy.relay import send_answer
 from proxy.request import ApiKind, InferenceRequest, parse_object
 from proxy.trace import Trace, outcome_of
 
+if TYPE_CHECKING:
+    from proxy.kv_events.following import KvEvents
+
 _LOG = logging.getLogger("proxy.inference")
 CALL_LIMIT_S = 600.0
 
@@ -54,6 +57,7 @@ class Services:
     gate: Gate
     authorization: Authorization
     ids: RequestIds
+    kv_events: KvEvents | None = None  # where --kv-events asks for them
 
 
 class Call(NamedTuple):
@@ -150,7 +154,7 @@ class InferenceRoute(Route):
         request = InferenceRequest(self._kind, call.raw, call.fields, call.headers)
         served = None
         try:
-            served = await handoffs.serve(request, trace)
+            served = await handoffs.serve(request, trace, call.admitted.key)
             path = f"{trace.path}; reason={trace.reason}" if trace.reason else trace.path
             trace.outcome = outcome_of(served.answer.status)
             trace.answering = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -24,6 +24,8 @@ STATES = ("unknown", "ready", "unhealthy")
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 300, 600)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
 
+# Of API keys, by their sign: below 0 is before the others.
+PRIORITIES = ("first", "normal", "last")
 _ROUTES = (*KINDS, *PASSED_ON, "other")
 
 
@@ -63,11 +65,12 @@ FAMILIES: tuple[Family, ...] = (
     Family("handoffs_released", "Prefills whose KV was given back before any decode knew of it"),
     _counter(
         "refusals",
-        "Requests refused by API key or its limits",
+        "Requests refused by API key, its limits, or for want of a free engine",
         "reason",
         *("no_key", "unknown_key", "requests_per_minute", "tokens_per_minute"),
+        *("deadline", "queue_timeout", "queue_full"),
     ),
-    Family("queue_seconds", "Body read to placement", bounds=_LONG),
+    Family("queue_seconds", "Body read to placement", ("priority",), _each(*PRIORITIES), _LONG),
     Family("prefill_seconds", "Prefill leg", bounds=_LONG),
     Family("handoff_seconds", "Prefill's reply to a stream's first event", bounds=_LONG),
     _by_route("time_to_first_token_seconds", "Request to first event of a stream", _LONG, KINDS),
@@ -81,12 +84,17 @@ class Metrics:
     """What the proxy counts, in its columns of the shared table; passed to whoever counts."""
 
     def __init__(
-        self, endpoints: tuple[Endpoint, ...], counts: SharedCounts, first: int, kv_store: Path | None = None
+        self,
+        endpoints: tuple[Endpoint, ...],
+        counts: SharedCounts,
+        first: int,
+        kv_store: Path | None = None,
+        waiting: Callable[[], int] = lambda: 0,
     ) -> None:
         tallies = Tallies(FAMILIES, counts, first)
         self.kv_transfer = KvTransferCollector(kv_store)
         self._registry = CollectorRegistry()
-        for collector in (EndpointCollector(endpoints), self.kv_transfer, tallies):
+        for collector in (EndpointCollector(endpoints, waiting), self.kv_transfer, tallies):
             self._registry.register(collector)
         self.requests = tallies.counter("requests")
         self.aggregated = tallies.counter("aggregated_requests")
@@ -102,12 +110,16 @@ class Metrics:
         self.tpot = tallies.histogram("time_per_output_token_seconds")
         self.total = tallies.histogram("request_seconds")
 
+    def add(self, collector: Collector) -> None:
+        """Show what another part of the proxy counts for itself."""
+        self._registry.register(collector)
+
     def observe(self, trace: Trace) -> None:
         """Count a request that has ended."""
         route, first_byte, prefill_ended = trace.route, trace.first_byte, trace.prefill_ended
         self.requests.inc(route, trace.outcome)
         if trace.placed is not None:
-            self.queue.observe(trace.placed - trace.began)
+            self.queue.observe(trace.placed - trace.began, trace.priority)
         if trace.prefill_began is not None and prefill_ended is not None:
             self.prefill.observe(prefill_ended - trace.prefill_began)
         if first_byte is not None and trace.events:
@@ -125,10 +137,11 @@ class Metrics:
 
 
 class EndpointCollector(Collector):
-    """State and load of each endpoint at the moment of a scrape."""
+    """State and load of each endpoint, and how many requests wait, at the moment of a scrape."""
 
-    def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
+    def __init__(self, endpoints: tuple[Endpoint, ...], waiting: Callable[[], int]) -> None:
         self._endpoints = endpoints
+        self._waiting = waiting
 
     def collect(self) -> Iterable[Metric]:
         """Yield the families."""
@@ -143,3 +156,6 @@ class EndpointCollector(Collector):
             for name in STATES:
                 state.add_metric([endpoint.name, endpoint.role, name], float(endpoint.state == name))
         yield from (in_flight, state)
+        yield GaugeMetricFamily(
+            "pdcluster_queue_length", "Requests that wait for an engine, of all workers", self._waiting()
+        )

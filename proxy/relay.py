@@ -20,6 +20,8 @@ from proxy.trace import Trace
 
 _CARRY = 48  # bytes kept from one chunk to the next, longer than any terminator
 _DONE = b"data: [DONE]"
+# How an event's data begin.
+_BEGINNING = b"\ndata:"
 # How events of chat and completions begin, and how long the end of one in a chunk of its own is.
 _ORDINARY = b'data: {"id":'
 _END = len(b"\n\n\r\n")
@@ -93,20 +95,20 @@ class Relay:
         """Return what the client gets of the next bytes."""
         if self._cleaner is not None:
             data = self._cleaner.feed(data)
-        inner = data.count(b"\ndata:")
-        alone = data.startswith(b"data:")
-        self._trace.events += inner + alone
-        whole = alone and not inner and data.endswith(b"\n\n") and self._carry.endswith(b"\n")
-        if whole and self._aligned and not data.startswith(self._heads):
-            self._carry = b"\n"
-            return data
+        if data.startswith(b"data:") and _BEGINNING not in data:
+            whole = data.endswith(b"\n\n") and self._carry.endswith(b"\n")
+            if whole and self._aligned and not data.startswith(self._heads):
+                self._trace.events += 1
+                self._carry = b"\n"
+                return data
         if self.complete and not self.failed:
             return data
         return self._examined(data)
 
     def _examined(self, data: bytes) -> bytes:
-        """Look for the end and for errors, also across chunks."""
+        """Count events, look for the end and for errors, also across chunks."""
         text = self._carry + data
+        self._trace.events += text.count(_BEGINNING) - self._carry.count(_BEGINNING)
         self._carry = text[-_CARRY:]
         for mark in self._terminators:
             if mark in text:

@@ -15,6 +15,7 @@ Outcome = Literal[
     "internal_error",  # a bug of ours
 ]
 
+_TELLING = 8
 _CLIENT_ERROR, _SERVER_ERROR, _UNAVAILABLE = 400, 500, 503
 
 
@@ -42,7 +43,15 @@ class Trace:
     prompt_tokens: int | None = None  # as prefill counted them
     answering: bool = False  # the client has been told a status
     complete: bool = False  # the client has all of a stream, to its last event
+    priority: str = "normal"  # of its key: first, normal, last
     path: str = "disaggregated"
     reason: str = ""
     outcome: Outcome = "ok"
     ended: float | None = None
+
+    @property
+    def pace(self) -> float | None:
+        """The seconds between a stream's events, where there were enough of them to tell."""
+        if self.first_byte is None or self.last_byte is None or self.events < _TELLING:
+            return None
+        return (self.last_byte - self.first_byte) / (self.events - 1)

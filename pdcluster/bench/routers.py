@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,28 +71,28 @@ def start_stand_ins(ports: Ports) -> subprocess.Popen[bytes]:
     """Start the engines."""
     arguments = [",".join(map(str, part)) for part in (ports.prefill, ports.decode, (ports.alone,))]
     process = _start([sys.executable, "-m", "pdcluster.bench.stand_ins", *arguments])
-    _await(process, f"http://127.0.0.1:{ports.alone}/health", "the stand-in engines")
+    await_ready(process, f"http://127.0.0.1:{ports.alone}/health", "the stand-in engines")
     return process
 
 
-def start_ours(ports: Ports, workers: int) -> Router:
+def start_ours(ports: Ports, workers: int, flags: Sequence[str] = ()) -> Router:
     """Start pdcluster's proxy as users have it: API keys with limits, metrics, probes, all time limits."""
     (port,) = free_ports(1)
     key = secrets.token_hex(16)
     argv = [sys.executable, "-m", "proxy", "--port", str(port), "--workers", str(workers), "--log-level", "error"]
     argv += ["--requests-per-minute", str(10**9), "--tokens-per-minute", str(10**12)]
-    process = _start([*argv, *_engines(ports)], {"PDCLUSTER_API_KEYS": f"bench={key}"})
-    _await(process, f"http://127.0.0.1:{port}/ready", "pdcluster proxy")
+    process = _start([*argv, *_engines(ports), *flags], {"PDCLUSTER_API_KEYS": f"bench={key}"})
+    await_ready(process, f"http://127.0.0.1:{port}/ready", "pdcluster proxy")
     return Router("pdcluster", port, process, key)
 
 
-def start_vllm_router(ports: Ports) -> Router:
-    """Start vllm-router, the router of the vLLM project, with its own defaults and round robin."""
+def start_vllm_router(ports: Ports, policy: str = "round_robin") -> Router:
+    """Start vllm-router, the router of the vLLM project, with its own defaults and one policy for both pools."""
     port, metrics = free_ports(2)
-    argv = [find_vllm_router(), "--vllm-pd-disaggregation", "--policy", "round_robin", "--host", "127.0.0.1"]
+    argv = [find_vllm_router(), "--vllm-pd-disaggregation", "--policy", policy, "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--prometheus-port", str(metrics), "--log-level", "error"]
     process = _start([*argv, "--max-concurrent-requests", "100000", *_engines(ports)])
-    _await(process, f"http://127.0.0.1:{port}/readiness", "vllm-router")
+    await_ready(process, f"http://127.0.0.1:{port}/readiness", "vllm-router")
     return Router("vllm-router", port, process)
 
 
@@ -99,7 +100,7 @@ def start_tcp_relay(ports: Ports) -> Router:
     """Start the bare relay in front of the engine that serves alone."""
     (port,) = free_ports(1)
     process = _start([sys.executable, "-m", "pdcluster.bench.tcp_relay", str(port), str(ports.alone)])
-    _await(process, f"http://127.0.0.1:{port}/health", "the TCP relay")
+    await_ready(process, f"http://127.0.0.1:{port}/health", "the TCP relay")
     return Router("TCP relay", port, process)
 
 
@@ -140,16 +141,24 @@ def _start(argv: list[str], environment: dict[str, str] | None = None) -> subpro
     )
 
 
-def _await(process: subprocess.Popen[bytes], url: str, what: str) -> None:
-    """Wait until a server answers 200."""
+def await_ready(process: subprocess.Popen[bytes], url: str, what: str) -> None:
+    """Wait until a server answers 200; raises `UserError`, and ends it, where it does not."""
     deadline = time.monotonic() + _READY_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - a URL of our own making
-                if reply.status == 200:  # noqa: PLR2004
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
-        time.sleep(0.1)
+    try:
+        while time.monotonic() < deadline and process.poll() is None:
+            if _answers(url):
+                return
+            time.sleep(0.1)
+    except BaseException:  # an interrupt: nobody else knows of this process yet
+        stop(process)
+        raise
     stop(process)
-    raise UserError(f"{what} was not ready within {_READY_S:g} s; is this machine busy?")
+    raise UserError(f"{what} did not come up within {_READY_S:g} s; is this machine busy?")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 - a URL of our own making
+            return bool(reply.status == 200)  # noqa: PLR2004
+    except (urllib.error.URLError, OSError):
+        return False

@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from pdcluster.commands import options, replaying
+from pdcluster.commands import options, replaying, scheduling
 
 bench = typer.Typer(
     no_args_is_help=True,
     help="Benchmarks: our proxy against other routers, and traces against any endpoint.",
     rich_markup_mode=None,
-    epilog="Examples:\n  pdcluster bench proxy\n  pdcluster bench replay URL TRACE --speed 3.5",
+    epilog="\b\nExamples:\n  pdcluster bench proxy\n"
+    "  pdcluster bench replay URL TRACE --speed 3.5\n  pdcluster bench scheduling TRACE --engines FILE",
 )
 _EPILOG = """\b
 Examples:
@@ -34,6 +35,7 @@ def _group() -> None:
 
 
 bench.command(epilog=replaying.EPILOG)(replaying.replay)
+bench.command(epilog=scheduling.EPILOG)(scheduling.scheduling)
 
 
 @bench.command(epilog=_EPILOG)

@@ -50,6 +50,7 @@ Timeout = Annotated[float, typer.Option(min=1, help="Seconds for a request.")]
 InFlight = Annotated[int, typer.Option(min=1, help="At most so many at once; more are not sent, and failed.")]
 WarmUp = Annotated[int, typer.Option(min=0, help="Small requests before the start.")]
 Out = Annotated[Path | None, typer.Option(help="Write JSON with every request here.", show_default=False)]
+Svg = Annotated[Path | None, typer.Option(help="Draw latencies over time here.", show_default=False)]
 
 
 def replay(  # noqa: PLR0913, PLR0917 - each is an option of the command line
@@ -78,6 +79,7 @@ def replay(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     warm_up: WarmUp = 1,
     as_json: options.Json = False,
     out: Out = None,
+    svg: Svg = None,
 ) -> None:
     """Replay a trace in an open loop, prefix sharing kept; print latencies, goodput and conditions."""
     from pdcluster.replay.driver import Limits
@@ -88,8 +90,9 @@ def replay(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     from pdcluster.replay.report import Known
     from pdcluster.replay.trace import Shape, read_trace
 
-    window = _window(begin, end)
-    writable(out)
+    window = window_of(begin, end)
+    for path in (out, svg):
+        writable(path)
     target = parse_target(url, _key(api_key_env))
     read = read_trace(trace, window)
     how = Replay(
@@ -101,11 +104,18 @@ def replay(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     )
     shape = Shape(speed, max_output, max_input, block_tokens, spread, seed)
     targets = Targets(ttft_ms / _MS, ttft_per_token_ms / _MS, ttft_free_tokens, tpot_ms / _MS)
-    _run(read, shape, how, targets, Known(url, revision, cache_state), as_json, out)
+    _run(read, shape, how, targets, Known(url, revision, cache_state), as_json, out, svg)
 
 
 def _run(
-    trace: Trace, shape: Shape, how: Replay, targets: Targets, known: Known, as_json: bool, out: Path | None
+    trace: Trace,
+    shape: Shape,
+    how: Replay,
+    targets: Targets,
+    known: Known,
+    as_json: bool,
+    out: Path | None,
+    svg: Path | None,
 ) -> None:
     """Drive, then say and write what was found."""
     import json
@@ -113,6 +123,7 @@ def _run(
     from rich.console import Console
 
     from pdcluster.replay.figures import make_figures
+    from pdcluster.replay.picture import draw
     from pdcluster.replay.replaying import run_replay
     from pdcluster.replay.report import conditions, sentences, table, to_json
     from pdcluster.replay.trace import shaped
@@ -124,6 +135,8 @@ def _run(
     told = conditions(known, trace, shape, schedule, how, found)
     if out is not None:
         out.write_text(json.dumps(to_json(found, targets, told, run.records)) + "\n")
+    if svg is not None:
+        svg.write_text(draw(run.records, targets, f"{trace.name} at speed {shape.speed:g}, {known.url}"))
     if as_json:
         typer.echo(json.dumps(to_json(found, targets, told), indent=2))
         return
@@ -145,7 +158,8 @@ def writable(path: Path | None) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def _window(begin: float, end: float | None) -> Window:
+def window_of(begin: float, end: float | None) -> Window:
+    """Return a window; raises `UserError` where it is empty."""
     from pdcluster.errors import UserError
     from pdcluster.replay.trace import Window
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from pdcluster.replay.exchange import Answer
 from pdcluster.replay.trace import Arrival
@@ -117,21 +118,23 @@ class Driver:
 
     async def run(self, arrivals: Sequence[Arrival]) -> Run:
         """Send them all and wait for their ends, each within its time limit."""
+        unwritten = iter(arrivals)
+        ready = deque(self._write(arrival) for arrival in islice(unwritten, _READY_AHEAD))
         self._start, spent = self._clock(), time.process_time()
         teller = asyncio.create_task(self._telling())
         try:
             async with asyncio.TaskGroup() as group:
-                await self._send_all(arrivals, group)
+                await self._send_all(arrivals, ready, unwritten, group)
         finally:
             teller.cancel()
         seconds = max((record.ended for record in self._records.values()), default=0.0)
         records = tuple(record for _, record in sorted(self._records.items()))
         return Run(records, seconds, time.process_time() - spent, self._most)
 
-    async def _send_all(self, arrivals: Sequence[Arrival], group: asyncio.TaskGroup) -> None:
+    async def _send_all(
+        self, arrivals: Sequence[Arrival], ready: deque[bytes], unwritten: Iterator[Arrival], group: asyncio.TaskGroup
+    ) -> None:
         """Send each when it is due; requests are written ahead, in what time is left before the next."""
-        ready: deque[bytes] = deque()
-        unwritten: Iterator[Arrival] = iter(arrivals)
         for number, arrival in enumerate(arrivals):
             while len(ready) < _READY_AHEAD and (not ready or self._now() < arrival.due):
                 following = next(unwritten, None)

@@ -71,12 +71,12 @@ class Replay:
         return self.target.request(self.asking.path, body)
 
 
-def run_replay(what: Replay, schedule: Schedule, say: Callable[[str], None]) -> Run:
+def run_replay(what: Replay, schedule: Schedule, say: Callable[[str], None], say_every: float = 5.0) -> Run:
     """Replay a schedule; raises `LaunchError` where the endpoint does not answer a first small request."""
-    return uvloop.run(_replay(what, schedule, say))
+    return uvloop.run(_replay(what, schedule, say, say_every))
 
 
-async def _replay(what: Replay, schedule: Schedule, say: Callable[[str], None]) -> Run:
+async def _replay(what: Replay, schedule: Schedule, say: Callable[[str], None], say_every: float) -> Run:
     async def send(request: bytes, answer: Answer) -> None:
         await ask(what.target, request, answer, time.perf_counter)
 
@@ -90,7 +90,7 @@ async def _replay(what: Replay, schedule: Schedule, say: Callable[[str], None]) 
             f"{progress.in_flight} in flight, {progress.failed} failed"
         )
 
-    return await Driver(send, what.write, what.limits, tell).run(schedule.arrivals)
+    return await Driver(send, what.write, what.limits, tell, tell_every=say_every).run(schedule.arrivals)
 
 
 async def _warm_up(what: Replay, number: int) -> None:

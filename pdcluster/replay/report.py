@@ -55,7 +55,7 @@ def conditions(
             "speed": shape.speed,
             "spread_s": shape.spread,
             "seed": shape.seed,
-            "seed_changes": "order of requests of one timestamp, their spread, the words of prompts",
+            "seed_changes": "order of requests of one timestamp (0: the file's), their spread, the words of prompts",
         },
         "input_tokens": _lengths([item.input_tokens for item in arrivals]),
         "output_tokens": _lengths([item.output_tokens for item in arrivals]),

@@ -51,8 +51,9 @@ class Shape:
 
     Times are divided by `speed`; outputs are cut at `max_output`; requests with longer inputs than `max_input` are left
     out; a block has `block_tokens` tokens in place of 512, inputs in proportion (for engines with a short context).
-    `seed` shuffles requests of one timestamp (a trace does not say which of them came first); `spread` moves each by a
-    random part of so many of the trace's seconds (published timestamps are coarse: Mooncake's lie three seconds apart).
+    `seed` shuffles requests of one timestamp (a trace does not say which of them came first), 0 keeps their order;
+    `spread` moves each by a random part of so many of the trace's seconds (published timestamps are coarse: Mooncake's
+    lie three seconds apart).
     """
 
     speed: float = 1.0
@@ -122,7 +123,7 @@ def shaped(trace: Trace, shape: Shape) -> Schedule:
     arrivals = [
         (
             (request.at - begin + rng.random() * shape.spread) / shape.speed,
-            rng.random(),
+            rng.random() if shape.seed else 0.0,
             Arrival(0.0, tokens, min(request.output_tokens, shape.max_output or request.output_tokens), request.blocks),
         )
         for request, tokens in kept

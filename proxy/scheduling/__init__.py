@@ -1,1 +1,1 @@
-"""Which endpoints serve a request: filter, score, pick. Pure: no I/O, no clock."""
+"""Which engines serve a request, and when. Pure: no I/O, the clock's time is passed in."""

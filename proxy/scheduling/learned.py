@@ -69,21 +69,21 @@ class Lines:
     """One line for each endpoint of a pool, and one of the whole pool for those that are not known yet."""
 
     def __init__(self, fixed: float, each: float) -> None:
-        self._pool = Line(fixed, each)
+        self.pool = Line(fixed, each)
         self._own: dict[str, Line] = {}
 
     def of(self, name: str) -> Line:
         """Return the line that is believed for an endpoint."""
         own = self._own.get(name)
-        return own if own is not None and own.seen >= _ENOUGH else self._pool
+        return own if own is not None and own.seen >= _ENOUGH else self.pool
 
     def learn(self, name: str, size: float, seconds: float) -> None:
         """Take what one piece of work took an endpoint."""
         own = self._own.get(name)
         if own is None:
-            own = self._own[name] = Line(self._pool.fixed, self._pool.each)
+            own = self._own[name] = Line(self.pool.fixed, self.pool.each)
         own.learn(size, seconds)
-        self._pool.learn(size, seconds)
+        self.pool.learn(size, seconds)
 
     def forget(self, name: str) -> None:
         """Forget an endpoint: it was restarted, or is another machine."""

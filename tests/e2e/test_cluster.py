@@ -11,9 +11,10 @@ from proxy.connectors.nixl import NixlConnector
 from proxy.endpoints import Endpoint, Pools
 from proxy.engine_client import EngineClient
 from proxy.firewall import Authorization, headers_for_engine
-from proxy.metrics import Metrics
+from proxy.metrics import COLUMNS, Metrics
 from proxy.release import Releases
 from proxy.request import KINDS, InferenceRequest
+from proxy.shared_counts import SharedCounts
 from tests.e2e.answers import APIS, Ties, ask, body, same, token_prompt, words
 from tests.e2e.conftest import eventually, metric
 
@@ -185,7 +186,7 @@ async def test_kv_that_no_decode_will_fetch_is_given_back_within_2_seconds_of_a_
     handoff = NixlConnector().handoff(reply)
     assert eventually(lambda: metric(prefill, "vllm:kv_cache_usage_perc") > 0)
     endpoint = Endpoint(EndpointConfig("decode-0", decode, "decode"), ready=True)
-    client, metrics = EngineClient(Timeouts()), Metrics((endpoint,))
+    client, metrics = EngineClient(Timeouts()), Metrics((endpoint,), SharedCounts(1 + COLUMNS), 1)
     releases = Releases(client, Pools((endpoint,)), metrics)
     began = time.monotonic()
     lines = headers_for_engine({b"content-type": b"application/json"}, headers["x-request-id"], Authorization())

@@ -44,6 +44,8 @@ def test_the_default_spec_breaks_no_rule():
         ("owned", {}, {"env": {"VLLM_PORT": "1"}}, DENSE, "pools.decode.env.VLLM_PORT", "two engines would collide"),
         ("owned", {}, {"env": {"VLLM_API_KEY": "1"}}, DENSE, "pools.decode.env.VLLM_API_KEY", "set PDCLUSTER_ENGINE_API_KEY"),
         ("owned", {"extra_args": ["--api-key", "x"]}, {}, DENSE, "pools.prefill.extra_args", "set PDCLUSTER_ENGINE_API_KEY"),
+        ("events-cache", {"kv_events": True, "extra_args": ["--no-enable-prefix-caching"]}, {}, DENSE, "pools.prefill.kv_events", "remove --no-enable-prefix-caching"),
+        ("owned", {}, {"extra_args": ["--kv-events-config={}"]}, DENSE, "pools.decode.extra_args", "set kv_events instead"),
     ],
 )  # fmt: skip
 def test_a_broken_rule_is_refused_with_key_path_reason_and_way_out(rule, prefill, decode, facts, where, words):
@@ -88,6 +90,13 @@ def test_a_broken_rule_of_the_endpoint_is_refused_likewise(rule, proxy, where, w
     assert len(found) == 1
     assert found[0].startswith(f"{where}: ")
     assert words in found[0]
+
+
+@pytest.mark.parametrize(("host", "refused"), [("fd00::1", True), ("::1", False), ("10.0.0.1", False)])
+def test_kv_events_need_an_address_that_vllm_publishes_on(host, refused):
+    spec = ClusterSpec.model_validate({"host": host, "pools": {"decode": {"kv_events": True}}})
+    found = [str(problem) for problem in find_problems(spec, DENSE)]
+    assert [text.startswith("pools.decode.kv_events") for text in found] == [True] * refused
 
 
 def test_every_rule_has_a_name_of_its_own_a_reason_and_a_source():

@@ -33,6 +33,10 @@ def run(*arguments):
         (("--decode", "http://h:1", "--fallback", "none"), "nothing could be served"),
         ((*GOOD, "--connector", "pigeon"), "unknown; there is: nixl"),
         ((*GOOD, "--log-level", "loud"), "must be debug"),
+        ((*GOOD, "--kv-events", "x=auto"), "must be auto, or begin with NAME= of one of ['d', 'p']"),
+        ((*GOOD, "--kv-events", "p="), "--kv-events p=: nothing is no address"),
+        ((*GOOD, "--kv-events", "p=10.0.0.1:5557"), "give one such as tcp://10.0.0.1:5557"),
+        ((*GOOD, "--kv-events", "p=tcp://h:5557,h:6557"), "h:6557 is no address"),
         ((*GOOD, "--host", "203.0.113.7"), "cannot listen on 203.0.113.7"),
         ((*GOOD, "--port", "0"), "--port"),
         ((*GOOD, "--api-key-file", "/nowhere"), "/nowhere: cannot be read"),
@@ -67,6 +71,7 @@ def test_help_has_examples_and_every_flag():
         "--total-timeout",
         "--workers",
         "--api-key-file",
+        "--kv-events",
     ):
         assert words in text
 

@@ -103,6 +103,7 @@ def test_a_seed_shuffles_requests_of_one_timestamp_and_no_others(tmp_path):
         return [(item.due, item.input_tokens) for item in shaped(trace, Shape(seed=seed)).arrivals]
 
     assert order(1) == order(1) != order(2)
+    assert order(0) == [(at, n + 1) for at in (0, 3) for n in range(20)]
     assert sorted(order(1)) == sorted(order(2)) == [(at, n + 1) for at in (0, 3) for n in range(20)]
     assert [due for due, _ in order(1)] == sorted(due for due, _ in order(1))
 
@@ -112,7 +113,8 @@ def test_spread_moves_arrivals_within_so_many_seconds_of_the_trace(tmp_path):
     dues = [item.due for item in shaped(trace, Shape(speed=2, spread=3, seed=1)).arrivals]
     assert dues == sorted(dues)
     assert len(set(dues)) == 50
-    assert (1.5 <= dues[0] < 1.7) and (2.8 < dues[-1] <= 3.0)
+    assert 1.5 <= dues[0] < 1.7
+    assert 2.8 < dues[-1] <= 3.0
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published trace is not beside this checkout")
