@@ -75,7 +75,10 @@ class Tokenizing:
 
 
 class Tokenizer:
-    """Asks engines; keeps answers for bodies that come again, such as a retry's."""
+    """Asks engines; keeps answers for bodies that come again, such as a retry's.
+
+    `headers` returns those of an engine call for a request, the client's content type among them: vLLM refuses others.
+    """
 
     def __init__(
         self,

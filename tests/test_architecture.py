@@ -13,8 +13,8 @@ MODULES = sorted(path for package in ("pdcluster", "proxy") for path in (ROOT / 
 PDCLUSTER_LAYERS = [
     {"errors"},
     {"spec", "flags", "model_facts", "inventory", "models", "nixl_poll", "replay"},
-    {"simulation"},
     {"spec_loading", "kv_transfer", "kv_events"},
+    {"simulation"},
     {"compat", "engine_args", "memory", "slots", "plan"},
     {
         "processes",
