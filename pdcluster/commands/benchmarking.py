@@ -6,14 +6,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from pdcluster.commands import options, replaying, scheduling
+from pdcluster.commands import fitting, options, replaying, scheduling
 
 bench = typer.Typer(
     no_args_is_help=True,
     help="Benchmarks: our proxy against other routers, and traces against any endpoint.",
     rich_markup_mode=None,
     epilog="\b\nExamples:\n  pdcluster bench proxy\n"
-    "  pdcluster bench replay URL TRACE --speed 3.5\n  pdcluster bench scheduling TRACE --engines FILE",
+    "  pdcluster bench replay URL TRACE --speed 3.5\n  pdcluster bench scheduling TRACE --engines FILE\n"
+    "  pdcluster bench engine URL --out engine.json",
 )
 _EPILOG = """\b
 Examples:
@@ -36,6 +37,7 @@ def _group() -> None:
 
 bench.command(epilog=replaying.EPILOG)(replaying.replay)
 bench.command(epilog=scheduling.EPILOG)(scheduling.scheduling)
+bench.command(epilog=fitting.EPILOG)(fitting.engine)
 
 
 @bench.command(epilog=_EPILOG)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pdcluster.commands import options
 
 if TYPE_CHECKING:
+    from pdcluster.replay.trace import Shape as Pace
     from pdcluster.simulation.profile import EngineProfile
     from pdcluster.simulation.virtual import Shape
 
@@ -118,7 +119,7 @@ def _simulate(
     shape: Shape,
     path: Path,
     window: tuple[float, float | None],
-    pace: Any,
+    pace: Pace,
     router: str,
     copies: int,
     as_json: bool,
@@ -134,7 +135,7 @@ def _simulate(
 
     from pdcluster.errors import UserError
     from pdcluster.replay.trace import BLOCK_TOKENS, Window, read_trace, shaped
-    from pdcluster.simulation.report import overlaid, summarize, table, told
+    from pdcluster.simulation.report import conditions, overlaid, summarize, table, told
     from pdcluster.simulation.router import find_router
     from pdcluster.simulation.virtual import Simulation
 
@@ -154,27 +155,13 @@ def _simulate(
     outcomes = simulation.run(arrivals, lambda number: _say_progress(number, len(arrivals)))
     spent = time.monotonic() - started
     summary = summarize(outcomes, shape.targets, simulation.engines)
-    conditions = {
-        "trace": read.name,
-        "from": begin,
-        "to": end,
-        "of": read.total,
-        "pace": dataclasses.asdict(pace),
-        "copies": copies,
-        "router": router,
-        "prefill": shape.prefill,
-        "decode": shape.decode,
-        "slow": {f"{role}-{index}": factor for (role, index), factor in (shape.slow or {}).items()},
-        "profile": dataclasses.asdict(coarse.profile),
-        "targets": dataclasses.asdict(shape.targets),
-        "simulated_in_s": round(spent, 2),
-    }
+    known = {**conditions(read, pace, coarse, router, copies), "simulated_in_s": round(spent, 2)}
     if as_json:
-        typer.echo(json.dumps({**summary.to_json(), "conditions": conditions}, indent=2))
+        typer.echo(json.dumps({**summary.to_json(), "conditions": known}, indent=2))
         return
     Console(width=100).print(table(summary))
     typer.echo(told(summary))
-    typer.echo(f"simulated in {spent:.1f} s; conditions: {json.dumps(conditions)}")
+    typer.echo(f"simulated in {spent:.1f} s; conditions: {json.dumps(known)}")
 
 
 def _in_blocks_of(profile: EngineProfile, tokens: int) -> EngineProfile:

@@ -79,6 +79,7 @@ class EngineMetrics(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens", counts.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens made", counts.generated_tokens)
         yield self._counter("num_preemptions", "Preemptions", counts.preempted)
+        yield self._cache_config()
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended", labels=[*self._labels, "finished_reason"]
         )
@@ -89,6 +90,13 @@ class EngineMetrics(Collector):
         yield self._counter("nixl_num_failed_transfers", "Transfers that failed", self.failed_transfers)
         yield self._counter("nixl_num_kv_expired_reqs", "Leases that ended", counts.expired)
         yield self._counter("nixl_num_notifications_after_expiry", "Fetched too late or twice", self.after_expiry)
+
+    def _cache_config(self) -> GaugeMetricFamily:
+        profile = self._engine.profile
+        labels = {"block_size": str(profile.block_tokens), "engine": "0", "num_gpu_blocks": str(profile.kv_blocks)}
+        family = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache", labels=list(labels))
+        family.add_metric(list(labels.values()), 1.0)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))

@@ -10,9 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from pdcluster.replay.figures import Percentiles, Targets, percentiles
-from pdcluster.replay.trace import Arrival
+from pdcluster.replay.trace import Arrival, Trace
+from pdcluster.replay.trace import Shape as Pace
 from pdcluster.simulation.engine import Engine
-from pdcluster.simulation.virtual import Outcome
+from pdcluster.simulation.virtual import Outcome, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,24 @@ def overlaid(arrivals: Sequence[Arrival], copies: int, seconds: float) -> list[A
     ]
     made.sort(key=lambda arrival: arrival.due)
     return made
+
+
+def conditions(trace: Trace, pace: Pace, shape: Shape, router: str, copies: int) -> dict[str, Any]:
+    """Return everything that a run depends on, so that it can be repeated."""
+    return {
+        "trace": trace.name,
+        "of": trace.total,
+        "window": asdict(trace.window),
+        "pace": asdict(pace),
+        "copies": copies,
+        "router": router,
+        "prefill": shape.prefill,
+        "decode": shape.decode,
+        "slow": {f"{role}-{index}": factor for (role, index), factor in (shape.slow or {}).items()},
+        "profile": asdict(shape.profile),
+        "targets": asdict(shape.targets),
+        "seed": shape.seed,
+    }
 
 
 def table(summary: Summary) -> Table:

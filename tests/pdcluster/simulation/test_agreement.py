@@ -13,7 +13,6 @@ from pdcluster.simulation.profile import EngineProfile
 from pdcluster.simulation.push import RoundRobin
 from pdcluster.simulation.virtual import Shape, Simulation
 
-# Slow enough that a busy machine's milliseconds are few beside it.
 PROFILE = replace(EngineProfile(), prefill_tokens_per_s=10_000.0, cache_blocks=60, transfer_latency_s=0.01)
 PREFILL, DECODE = 2, 2
 
@@ -54,15 +53,19 @@ async def push(client, number, arrival, prompts, begun):
     return times[0] - sent, between, reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-async def test_both_agree_within_a_tenth(serving):
+async def on_the_wire(serving, arrivals):
+    async with serving(PREFILL, DECODE, profile=PROFILE) as client:
+        begun, prompts = asyncio.get_running_loop().time(), Prompts()
+        return await asyncio.gather(
+            *(push(client, number, arrival, prompts, begun) for number, arrival in enumerate(arrivals))
+        )
+
+
+def test_both_agree_within_a_tenth(serving, in_no_time):
     arrivals = scenario()
     simulation = Simulation(Shape(PREFILL, DECODE, PROFILE), RoundRobin)
     outcomes = simulation.run(arrivals)
-    async with serving(PREFILL, DECODE, profile=PROFILE) as client:
-        begun, prompts = asyncio.get_running_loop().time(), Prompts()
-        seen = await asyncio.gather(
-            *(push(client, number, arrival, prompts, begun) for number, arrival in enumerate(arrivals))
-        )
+    seen = in_no_time(on_the_wire(serving, arrivals))
 
     def mean(values):
         return sum(values) / len(arrivals)
