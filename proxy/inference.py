@@ -40,6 +40,7 @@ from proxy.trace import Trace, outcome_of
 
 if TYPE_CHECKING:
     from proxy.kv_events.following import KvEvents
+    from proxy.tokens import Tokenizer
 
 _LOG = logging.getLogger("proxy.inference")
 CALL_LIMIT_S = 600.0
@@ -57,7 +58,8 @@ class Services:
     gate: Gate
     authorization: Authorization
     ids: RequestIds
-    kv_events: KvEvents | None = None  # where --kv-events asks for them
+    kv_events: KvEvents | None = None  # where --kv-events asks for them, and with them the tokens of prompts
+    tokenizer: Tokenizer | None = None
 
 
 class Call(NamedTuple):
