@@ -153,7 +153,12 @@ class LinkedClient:
         finally:
             self._exchange = None
 
-    # What the protocol tells.
+    # What the protocol asks and tells.
+
+    @property
+    def answered(self) -> bool:
+        """Tell whether the response has begun."""
+        return self._cycle.response_started
 
     def part(self) -> None:
         """Let go of the scope, in which this client stands: what refers to itself only a slow collection would free."""
