@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from proxy.client import ClientGoneError, Send, Transform, refuse_longer
-from proxy.errors import EngineFailedError
+from proxy.errors import STOPPED, EngineFailedError
 from proxy.exchange import Exchange, Limit
 
 
@@ -150,6 +150,10 @@ class LinkedClient:
         try:
             exchange.pipe(splice, idle)
             await done
+        except asyncio.CancelledError:
+            if not cycle.disconnected:
+                splice.end(EngineFailedError(STOPPED))
+            raise
         finally:
             self._exchange = None
 
