@@ -17,7 +17,7 @@ from proxy.breathing import LARGE, breathe
 from proxy.client import Client, ClientGoneError, Receive, Scope, Send, client_of, declared_length, header_map
 from proxy.config import ProxyConfig
 from proxy.engine_client import EngineClient, EngineReply, EngineRequest
-from proxy.errors import NoEndpointError, ProxyError, error_body
+from proxy.errors import STOPPED, NoEndpointError, ProxyError, error_body
 from proxy.exchange import Limit
 from proxy.firewall import (
     Authorization,
@@ -104,6 +104,9 @@ class Route:
             trace.outcome = "client_cancelled"
         except asyncio.CancelledError:
             if not client.gone:
+                trace.outcome = "unavailable"
+                if not trace.answering:
+                    await self._refuse(NoEndpointError(STOPPED), own, client)
                 raise
             if not trace.complete:
                 trace.outcome = "client_cancelled"
