@@ -12,7 +12,7 @@ MODULES = sorted(path for package in ("pdcluster", "proxy") for path in (ROOT / 
 # Lower layers must not import higher ones; a module may import its own layer and any below it.
 PDCLUSTER_LAYERS = [
     {"errors"},
-    {"spec", "flags", "model_facts", "inventory", "models", "nixl_poll", "recipes", "replay"},
+    {"spec", "flags", "model_facts", "inventory", "flag_facts", "models", "nixl_poll", "recipes", "replay"},
     {"spec_loading", "kv_transfer", "kv_events"},
     {"compat", "engine_args", "memory", "slots", "plan"},
     {
@@ -22,6 +22,7 @@ PDCLUSTER_LAYERS = [
         "engine_key",
         "endpoint_files",
         "argv_check",
+        "recipe_lint",
         "diagnosis",
         "pair_check",
         "log_follow",
@@ -54,6 +55,7 @@ PURE = (
     "pdcluster/kv_transfer.py",
     "pdcluster/kv_events.py",
     "pdcluster/compat.py",
+    "pdcluster/flag_facts.py",
     "pdcluster/flags.py",
     "pdcluster/memory.py",
     "pdcluster/recipes/cautions.py",
@@ -71,9 +73,12 @@ PURE = (
     "pdcluster/recipes/offer_line.py",
     "pdcluster/recipes/offers.py",
     "pdcluster/recipes/pools.py",
+    "pdcluster/recipes/references.py",
     "pdcluster/recipes/request.py",
     "pdcluster/recipes/resolve.py",
+    "pdcluster/recipes/substitution.py",
     "pdcluster/recipes/summary.py",
+    "pdcluster/recipes/survey.py",
     "pdcluster/recipes/scalars.py",
     "pdcluster/recipes/sizes.py",
     "pdcluster/recipes/tokens.py",
