@@ -14,13 +14,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pdcluster.engine_args import scrub
 from pdcluster.errors import PdclusterError, Problem
 from pdcluster.plan import Instance, Plan
 
 _TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What vLLM's parser said of each list of arguments ("" where it took it), and every flag that it knows."""
+
+    errors: Mapping[str, str]
+    flags: tuple[str, ...]
 
 
 def vllm_version() -> str | None:
@@ -46,7 +56,8 @@ def check_arguments(
     if not unknown:
         return []
     say(f"checking arguments with vLLM {version}'s own parser (about 10 s, once for new arguments)")
-    errors = _run_parser({role: list(_arguments(instance)) for role, instance in unknown.items()}, environment)
+    arguments: dict[str, list[str]] = {role: list(_arguments(instance)) for role, instance in unknown.items()}
+    errors = run_parser(arguments, environment).errors
     problems = []
     for role, instance in unknown.items():
         if errors.get(role):
@@ -70,7 +81,8 @@ def _marker(instance: Instance, version: str, cache: Path) -> Path:
     return cache / "accepted-arguments" / digest[:32]
 
 
-def _run_parser(arguments: dict[str, list[str]], environment: Mapping[str, str]) -> dict[str, str]:
+def run_parser(arguments: Mapping[str, list[str]], environment: Mapping[str, str]) -> Parsed:
+    """Have vLLM's parser read each list in a process of its own; raises `PdclusterError` where that can't run."""
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     try:
         done = subprocess.run(
@@ -83,17 +95,17 @@ def _run_parser(arguments: dict[str, list[str]], environment: Mapping[str, str])
             env=scrub(environment) | quiet,
             cwd="/",
         )
-        errors: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or ["no output"]
         raise PdclusterError(f"vLLM cannot be imported: {last[0]}; `pdcluster doctor` looks closer") from error
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise PdclusterError(f"vLLM's argument parser gave no answer: {error}") from error
-    return errors
+    return Parsed(found["errors"], tuple(found["flags"]))
 
 
-def _parse_all(arguments: dict[str, list[str]]) -> dict[str, str]:
-    """Run in the other process: parse each list; returns vLLM's own message for each that it refuses."""
+def _parse_all(arguments: dict[str, list[str]]) -> dict[str, Any]:
+    """Run in the other process: parse each list; returns vLLM's message for each ("" accepted) and its flags."""
     try:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args  # noqa: PLC0415
     except ImportError:  # vLLM before 0.32
@@ -105,13 +117,15 @@ def _parse_all(arguments: dict[str, list[str]]) -> dict[str, str]:
             raise ValueError(message)
 
     errors = {}
+    parser = make_arg_parser(Parser())
     for role, tokens in arguments.items():
         try:
-            validate_parsed_serve_args(make_arg_parser(Parser()).parse_args(tokens))
+            validate_parsed_serve_args(parser.parse_args(tokens))
             errors[role] = ""
-        except (ValueError, TypeError, SystemExit) as error:
-            errors[role] = " ".join(str(error).split())
-    return errors
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - vLLM refuses with errors of many kinds
+            errors[role] = " ".join(str(error).split()) or type(error).__name__
+    flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001 - there is no other way
+    return {"errors": errors, "flags": flags}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdcluster.commands import options
-from pdcluster.commands.recipe_checks import VERIFY_EXAMPLES, verify
+from pdcluster.commands.recipe_checks import LINT_EXAMPLES, VERIFY_EXAMPLES, lint, verify
 from pdcluster.commands.recipe_options import BelowFloor, Model, Recipes, Requested, open_library, takes_request
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def diff(
 
 
 recipe.command(epilog=VERIFY_EXAMPLES)(verify)
+recipe.command(epilog=LINT_EXAMPLES)(lint)
 
 
 def _deploy(library: Library, request: Request, *, below_floor: bool) -> Deployment:

@@ -58,7 +58,7 @@ def test_diff_ends_with_one_where_settings_differ():
     assert "did you mean hardware?" in run("diff", K3, "hardwear=b300", "hardware=b300").stderr
 
 
-@pytest.mark.parametrize("verb", ["list", "show", "resolve", "diff", "verify"])
+@pytest.mark.parametrize("verb", ["list", "show", "resolve", "diff", "verify", "lint"])
 def test_every_verb_has_help_with_examples(verb):
     done = run(verb, "--help")
     assert done.returncode == 0
