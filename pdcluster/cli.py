@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from pdcluster.commands import benchmarking, diagnosing, launching, lifecycle, planning, simulating
+from pdcluster.commands import benchmarking, diagnosing, launching, lifecycle, planning, recipes, simulating
 from pdcluster.errors import PdclusterError
 
 _BUG = 3
@@ -60,6 +60,7 @@ for _verb, _examples in _EXAMPLES.items():
     app.command(epilog=_epilog(_examples))(_verb)
 
 app.add_typer(benchmarking.bench, name="bench")
+app.add_typer(recipes.recipe, name="recipe")
 
 
 @app.command(

@@ -29,15 +29,32 @@ SIZE_FLAGS: Mapping[str, str] = {
     "prefill_context_parallel_size": "--prefill-context-parallel-size",
 }
 
+# Read in vLLM 0.32's parser.
 _ALIASES: Mapping[str, str] = {
+    "-asc": "--api-server-count",
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
     "-ep": "--enable-expert-parallel",
     "-q": "--quantization",
     "-sc": "--speculative-config",
+    "-dc": "--diffusion-config",
+    "-cc": "--compilation-config",
+    "-ac": "--attention-config",
+    "--device-memory-utilization": "--gpu-memory-utilization",
     "-O": "--optimization-level",
 }
 
@@ -74,14 +91,17 @@ def normalise(token: str) -> str:
     """Return a flag's long form with hyphens: `--max_model_len=5`, `-tp` and their like."""
     name = token.partition("=")[0]
     if name.startswith("--"):
-        return "--" + name[2:].replace("_", "-")
-    return _ALIASES.get(name, name)
+        name = "--" + name[2:].replace("_", "-")
+    if name.startswith("-O"):  # -O3 is written in one token too
+        return "--optimization-level"
+    head, dot, key = name.partition(".")
+    return _ALIASES.get(head, head) + dot + key
 
 
 def flag_names(tokens: Sequence[str]) -> Iterator[str]:
     """Yield the normalised name of each flag among `tokens`."""
     for token in tokens:
-        if token.startswith("-") and not _is_number(token):
+        if token.startswith("-") and not is_number(token):
             yield normalise(token)
 
 
@@ -95,7 +115,10 @@ def find_flag(tokens: Sequence[str], flag: str) -> str | None:
     return found
 
 
-def _is_number(token: str) -> bool:
+def is_number(token: str) -> bool:
+    """Tell whether a token is a number, such as -1: then it is a value and no flag."""
+    if token[:2] == "--" or not any(character.isdigit() for character in token[:3]):
+        return False
     try:
         float(token)
     except ValueError:

@@ -56,7 +56,7 @@ def proxy(
     from rich.console import Console
 
     from pdcluster.bench.cases import CASES, scaled
-    from pdcluster.bench.report import conditions, make_rows, table, to_json
+    from pdcluster.bench.report import conditions, make_rows, table, to_json, told
     from pdcluster.bench.routers import PEER_VERSION, find_vllm_router
     from pdcluster.bench.runs import run_all
     from pdcluster.errors import LaunchError, UserError
@@ -71,12 +71,13 @@ def proxy(
     picked = [scaled(case, scale) for case in CASES if case.name in chosen]
     runs = run_all(picked, rounds, workers, options.say, peer=peer != "none")
     rows = make_rows(picked, runs)
-    told = conditions(rounds, workers, f"vllm-router {PEER_VERSION}" if peer != "none" else "none")
+    other = f"vllm-router {PEER_VERSION}" if peer != "none" else "none"
+    held = conditions(picked, rounds, scale, workers, other)
     if as_json:
-        typer.echo(json.dumps(to_json(rows, told), indent=2))
+        typer.echo(json.dumps(to_json(rows, held), indent=2))
     else:
         Console(width=150).print(table(rows))
-        typer.echo("; ".join(f"{key}: {value}" for key, value in told.items()))
+        typer.echo(told(held))
     missed = [row.figure for row in rows if row.met is False]
     if check and missed:
         raise LaunchError(f"aims missed: {', '.join(missed)}")
