@@ -91,12 +91,13 @@ async def test_a_handoff_goes_from_prefill_to_decode_and_frees_the_kv_there(serv
     assert stats["cached_share"] == 0
 
 
-async def test_the_tokens_cached_by_prefill_are_told_and_may_be_handed_on(serving):
+async def test_the_tokens_cached_by_prefill_are_told_by_both_legs(serving):
     async with serving() as client:
         await client.prefill(TEXT + "aaaa")
         again = await client.prefill(TEXT + "bbbb")
         assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 512}
-        handoff = again["kv_transfer_params"] | {"remote_prefill_cached_tokens": 512}
+        handoff = again["kv_transfer_params"]
+        assert handoff["remote_prefill_cached_tokens"] == 512
         reply = await client.post("decode-0", chat(TEXT + "bbbb", 2, kv_transfer_params=handoff))
         assert reply.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 512}
         assert await client.metric("prefill-0", "prefix_cache_hits_total") == 512
