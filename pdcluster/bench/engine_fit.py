@@ -11,6 +11,7 @@ from pdcluster.errors import UserError
 from pdcluster.simulation.profile import EngineProfile, Fit
 
 _SINGULAR = 1e-12
+_FEWEST_SHARED = 8  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,26 @@ class Forecast:
     def error(self) -> float:
         """Return the relative error."""
         return self.fitted / self.measured - 1.0
+
+
+def shared_steps(times: Sequence[Sequence[float]], tokens: int) -> tuple[float, float] | None:
+    """Return the seconds of a step while all sequences decode, and how many tokens all had made by then.
+
+    `times` are when the events of each came, `tokens` how many tokens each made. None where they decode together for
+    too few steps. Of each sequence only its own gaps count: events of one step come a little apart.
+    """
+    begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+    seconds = steps = made = 0.0
+    for each in times:
+        inside = [moment for moment in each if begin <= moment <= end]
+        if len(inside) <= _FEWEST_SHARED:
+            return None
+        # A client that lags is sent several tokens in one event.
+        scale = tokens / len(each)
+        seconds += inside[-1] - inside[0]
+        steps += scale * (len(inside) - 1)
+        made += scale * (each.index(inside[0]) + 0.5 * len(inside))
+    return seconds / steps, made
 
 
 def fit_profile(measured: Measured, base: EngineProfile) -> EngineProfile:

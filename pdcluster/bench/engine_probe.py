@@ -17,7 +17,7 @@ import httpx
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdcluster.bench.engine_fit import DecodePoint, Measured, PrefillPoint
+from pdcluster.bench.engine_fit import DecodePoint, Measured, PrefillPoint, shared_steps
 from pdcluster.errors import LaunchError, UserError
 from pdcluster.replay.exchange import Answer, Target, ask
 
@@ -27,7 +27,6 @@ _SHORTEST = 64
 _SHORT_CONTEXT = 64
 _LONGEST_CONTEXT = 2048
 _MOST_STEPS = 512
-_FEWEST_IN_WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +135,14 @@ class Probe:
         steps = self._sweep.steps
         while True:
             answers = await asyncio.gather(*(self._ask(context, steps) for _ in range(sequences)))
-            begin = max(answer.times[0] for answer in answers)
-            end = min(answer.times[-1] for answer in answers)
-            inside = [sum(begin <= moment <= end for moment in answer.times) - 1 for answer in answers]
-            if min(inside) >= _FEWEST_IN_WINDOW:
-                break
+            shared = shared_steps([answer.times for answer in answers], steps)
+            if shared is not None:
+                return shared[0], sequences * context + shared[1]
             if steps >= _MOST_STEPS:
                 raise LaunchError(
                     f"{sequences} sequences never decode at once: lower --max-batch to the engine's seats"
                 )
             steps *= 2
-        before = sum(moment < begin for answer in answers for moment in answer.times)
-        # A client that lags is sent several tokens in one event.
-        tokens = sum(count * steps / len(answer.times) for answer, count in zip(answers, inside, strict=True))
-        return (end - begin) * sequences / tokens, sequences * context + before + 0.5 * tokens
 
     async def _ask(self, prompt_tokens: int, output_tokens: int) -> _Timed:
         fields = {

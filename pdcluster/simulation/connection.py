@@ -23,6 +23,7 @@ class Asked:
     path: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
+    keep_alive: bool = True
 
 
 class Reply:
@@ -127,6 +128,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Hand the request over, or let it wait for the one before it."""
         self._asked.method = self._parser.get_method().decode()
+        self._asked.keep_alive = self._parser.should_keep_alive()
         self._asked.path = self._url.decode("latin-1").partition("?")[0]
         self._queue.append(self._asked)
         self._next()
@@ -134,10 +136,12 @@ class Connection(asyncio.Protocol):
     def _next(self) -> None:
         if self._reply is None and self._queue and self._transport is not None:
             asked = self._queue.popleft()
-            self._reply = Reply(self._transport, self._answered)
+            self._reply = Reply(self._transport, lambda: self._answered(asked.keep_alive))
             self._handle(asked, self._reply)
 
-    def _answered(self) -> None:
+    def _answered(self, keep_alive: bool) -> None:
         self._reply = None
-        if self._queue:
+        if not keep_alive and self._transport is not None:
+            self._transport.close()
+        elif self._queue:
             asyncio.get_running_loop().call_soon(self._next)

@@ -123,13 +123,14 @@ class PrefixCache:
         self._idle.clear()
 
     def _evict(self) -> None:
-        over = 0
+        idle = self._idle
+        cached, over = len(self._pinned) + len(idle), 0
         if self._capacity is not None:
-            over = self.used + len(self._idle) - self._capacity
-        if self._kept is not None:
-            over = max(over, self.cached - self._kept)
-        for _ in range(min(over, len(self._idle))):
-            block, _ = self._idle.popitem(last=False)
+            over = cached + self.plain - self._capacity
+        if self._kept is not None and cached - self._kept > over:
+            over = cached - self._kept
+        for _ in range(min(over, len(idle))):
+            block, _ = idle.popitem(last=False)
             if self._changes is not None:
                 self._changes.removed.append(block)
 

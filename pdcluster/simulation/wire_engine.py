@@ -161,6 +161,9 @@ class WireEngine:
         answer, job = running.answer, running.job
         if job.work is not Work.PULL:
             answer.cached_tokens = job.cached
+        if answer.handoff is not None:
+            # Decode tells these in place of its own, which are all tokens that it fetched.
+            answer.handoff["remote_prefill_cached_tokens"] = job.cached
         answer.reply.on_gone = None
         self._forget(running)
         answer.done(self._load_header(answer.load_format))

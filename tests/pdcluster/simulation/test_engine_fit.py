@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from pdcluster.bench.engine_fit import DecodePoint, Measured, PrefillPoint, fit_profile, forecasts, least_squares
+from pdcluster.bench.engine_fit import (
+    DecodePoint,
+    Measured,
+    PrefillPoint,
+    fit_profile,
+    forecasts,
+    least_squares,
+    shared_steps,
+)
 from pdcluster.bench.engine_probe import Probe, Sweep, doubling
 from pdcluster.errors import LaunchError, UserError
 from pdcluster.replay.exchange import parse_target
@@ -113,6 +121,22 @@ def test_constants_are_never_negative():
 def test_too_few_points_are_told_with_what_to_do(change, told):
     with pytest.raises(UserError, match=told):
         fit_profile(replace(measured(), **change), EngineProfile())
+
+
+def test_a_steps_time_is_that_of_the_steps_that_all_share():
+    rng = random.Random(4)
+    # Three sequences, begun some steps apart; a step takes 10 ms while all decode, 4 ms before and after that.
+    ends = [0.004 * step for step in range(1, 7)]
+    ends += [ends[-1] + 0.01 * step for step in range(1, 31)]
+    ends += [ends[-1] + 0.004 * step for step in range(1, 7)]
+    times = [[moment + rng.random() * 0.002 for moment in ends[start : start + 36]] for start in (0, 3, 6)]
+    seconds, made = shared_steps(times, 36)
+    assert seconds == pytest.approx(0.01, rel=0.01)
+    assert made == pytest.approx((6 + 3 + 0) + 3 * 15, abs=3)
+    # The same, told in events of two tokens each.
+    halved = [each[::2] for each in times]
+    assert shared_steps(halved, 36)[0] == pytest.approx(0.01, rel=0.02)
+    assert shared_steps([times[0][:10], times[2]], 36) is None
 
 
 def test_numbers_double_up_to_the_last():

@@ -91,12 +91,13 @@ async def test_a_handoff_goes_from_prefill_to_decode_and_frees_the_kv_there(serv
     assert stats["cached_share"] == 0
 
 
-async def test_the_tokens_cached_by_prefill_are_told_and_may_be_handed_on(serving):
+async def test_the_tokens_cached_by_prefill_are_told_by_both_legs(serving):
     async with serving() as client:
         await client.prefill(TEXT + "aaaa")
         again = await client.prefill(TEXT + "bbbb")
         assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 512}
-        handoff = again["kv_transfer_params"] | {"remote_prefill_cached_tokens": 512}
+        handoff = again["kv_transfer_params"]
+        assert handoff["remote_prefill_cached_tokens"] == 512
         reply = await client.post("decode-0", chat(TEXT + "bbbb", 2, kv_transfer_params=handoff))
         assert reply.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 512}
         assert await client.metric("prefill-0", "prefix_cache_hits_total") == 512
@@ -306,18 +307,31 @@ async def test_the_small_routes_answer(serving):
         assert (await client.get("prefill-0", "/kv_event_sources")).json() == {}
 
 
+async def exchanged(client, sent):
+    """Return all bytes that a connection answers until it ends."""
+    host, port = client.engines.urls["decode-0"].removeprefix("http://").split(":")
+    loop, received = asyncio.get_running_loop(), b""
+    with socket.socket() as connection:
+        connection.setblocking(False)
+        await loop.sock_connect(connection, (host, int(port)))
+        await loop.sock_sendall(connection, sent)
+        while more := await loop.sock_recv(connection, 65536):
+            received += more
+    return received
+
+
 async def test_requests_on_one_connection_are_answered_in_turn(serving):
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode()
+    one = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     async with serving(profile=SHORT) as client:
-        host, port = client.engines.urls["decode-0"].removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode()
-        one = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-        writer.write(one + b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
-        text = (await reader.readuntil(b"0.32.0")).decode()
-        assert text.index("[DONE]") < text.index("0.32.0")
-        writer.write(b"nonsense\r\n\r\n")
-        assert await reader.read() in (b"", b'"}')
-        writer.close()
+        text = await exchanged(client, one + last)
+    assert 0 < text.index(b"[DONE]") < text.index(b"0.32.0")
+
+
+async def test_what_is_not_http_ends_the_connection(serving):
+    async with serving() as client:
+        assert await exchanged(client, b"nonsense\r\n\r\n") == b""
 
 
 def test_a_slower_engine_answers_later(serving, in_no_time):
