@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-
 STOPPED = "the router was stopped before the answer was complete"
 
 
