@@ -13,8 +13,8 @@ MODULES = sorted(path for package in ("pdcluster", "proxy") for path in (ROOT / 
 PDCLUSTER_LAYERS = [
     {"errors"},
     {"spec", "flags", "model_facts", "inventory", "flag_facts", "models", "nixl_poll", "recipes", "replay"},
-    {"spec_loading", "kv_transfer", "kv_events"},
-    {"compat", "engine_args", "memory", "slots", "plan"},
+    {"spec_loading", "kv_transfer", "kv_events", "recipe_layer", "node_args"},
+    {"compat", "engine_args", "hosts", "memory", "slots", "plan"},
     {
         "processes",
         "state",
@@ -57,7 +57,9 @@ PURE = (
     "pdcluster/compat.py",
     "pdcluster/flag_facts.py",
     "pdcluster/flags.py",
+    "pdcluster/hosts.py",
     "pdcluster/memory.py",
+    "pdcluster/node_args.py",
     "pdcluster/recipes/cautions.py",
     "pdcluster/recipes/checks.py",
     "pdcluster/recipes/choice.py",
@@ -69,6 +71,7 @@ PURE = (
     "pdcluster/recipes/features.py",
     "pdcluster/recipes/hardware.py",
     "pdcluster/recipes/layers.py",
+    "pdcluster/recipes/matrix.py",
     "pdcluster/recipes/names.py",
     "pdcluster/recipes/offer_line.py",
     "pdcluster/recipes/offers.py",
