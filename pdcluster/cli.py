@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from pdcluster.commands import benchmarking, diagnosing, launching, lifecycle, planning, recipes
+from pdcluster.commands import benchmarking, diagnosing, launching, lifecycle, planning, recipes, simulating
 from pdcluster.errors import PdclusterError
 
 _BUG = 3
@@ -45,6 +45,12 @@ _EXAMPLES: Mapping[Callable[..., None], tuple[str, ...]] = {
     lifecycle.down: ("pdcluster down", "pdcluster down --name trial --grace 5"),
     diagnosing.doctor: ("pdcluster doctor",),
     diagnosing.models: ("pdcluster models",),
+    simulating.simulate: (
+        "pdcluster simulate --prefill 4 --decode 8 --port-base 9000",
+        "pdcluster simulate --profile engine.json --kv-events --json",
+        "pdcluster simulate --virtual --trace conversation_trace.jsonl.gz --speed 3.5 --from 600 --to 960",
+        "pdcluster simulate --virtual --trace trace.jsonl.gz --router my_router:Mine --slow decode-0=5 --json",
+    ),
     planning.schema: ("pdcluster schema > cluster.schema.json",),
 }
 

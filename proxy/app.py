@@ -31,7 +31,7 @@ from proxy.metrics import COLUMNS as METRIC_COLUMNS
 from proxy.metrics import Metrics
 from proxy.rate_limits import COLUMNS_PER_KEY, RateLimits
 from proxy.release import Releases
-from proxy.request import KINDS, PASSED_ON
+from proxy.request import KINDS, PASSED_ON, InferenceRequest
 from proxy.routes import error_response, hot_routes, make_router
 from proxy.scheduling.dispatcher import Dispatcher
 from proxy.scheduling.job import Targets
@@ -44,6 +44,7 @@ from proxy.trace import outcome_of
 
 if TYPE_CHECKING:
     from proxy.kv_events.following import KvEvents
+    from proxy.tokens import Tokenizer
 
 _LOG = logging.getLogger("proxy")
 _METHOD_NOT_ALLOWED = 405
@@ -174,6 +175,7 @@ def _make_services(config: ProxyConfig, rng: random.Random, counts: SharedCounts
         authorization=authorization,
         ids=ids,
         kv_events=_kv_events(config, endpoints, client, probe_headers, metrics) if config.kv_events else None,
+        tokenizer=_tokenizer(handoffs) if config.kv_events else None,
     )
 
 
@@ -205,6 +207,17 @@ def _kv_events(
     events = KvEvents(Followed(endpoints, config.kv_events), BlockIndex(), client, headers, time.monotonic)
     metrics.add(KvEventsCollector(events, endpoints))
     return events
+
+
+def _tokenizer(handoffs: Handoffs) -> Tokenizer:
+    """Ask engines for the tokens by which their KV blocks are found."""
+    from proxy.tokens import Tokenizer, Tokenizing  # noqa: PLC0415
+
+    def headers(request: InferenceRequest) -> bytes:
+        return headers_for_engine(request.headers, handoffs.ids.new(), handoffs.authorization)
+
+    count = handoffs.metrics.tokenizations.inc
+    return Tokenizer(handoffs.pools, handoffs.client, headers, handoffs.clock, count, Tokenizing())
 
 
 async def _answer_proxy_error(request: Request, error: Exception) -> Response:

@@ -34,8 +34,10 @@ _LOG = logging.getLogger("proxy.client_protocol")
 _SLOWEST_BODY = 1024
 _LINGER_S = 2.0
 _GOODBYE_S = 0.5
-# Requests that a client may send before their turn.
-_PIPELINE = 16
+# Requests that a client may send before their turn: after so many nothing more is read; with so many in one read it is
+# refused. Of a body before its turn hardly more than so many bytes are read.
+_PIPELINE, _MOST_PIPELINED = 16, 256
+_BODY_AHEAD = 1 << 16
 _Awaited = Literal["head", "body", ""]
 _Headers = dict[bytes, bytes]
 
@@ -100,11 +102,11 @@ class ClientProtocol(HttpToolsProtocol):
                 return
         if self._refused or self.transport.is_closing():
             return
-        if self._in_head and self._head_size > self._limits.head_bytes:
-            self.refuse(HeadersTooLargeError(f"the headers are over {self._limits.head_bytes} bytes"))
-            return
-        if not self._in_head:
+        if not (self._in_head or self._in_body):
             self._head_size = 0
+        elif self._head_size > self._limits.head_bytes:
+            self.refuse(self._too_much_head())
+            return
         awaited: _Awaited = "head" if self._in_head else "body" if self._in_body else ""
         if awaited != self._awaited:
             self._await(awaited)
@@ -170,7 +172,9 @@ class ClientProtocol(HttpToolsProtocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        """Note that a head has begun."""
+        """Note that a head has begun; whatever was awaited has come."""
+        if self._awaited:
+            self._await("")
         self.url = b""
         self._fields.clear()
         self._in_head = True
@@ -187,8 +191,11 @@ class ClientProtocol(HttpToolsProtocol):
         if self._head_size > self._limits.head_bytes:  # else it cannot be
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self._fields.items())
             if size > self._limits.head_bytes:
-                self._refusal = HeadersTooLargeError(f"the headers are over {self._limits.head_bytes} bytes")
+                self._refusal = self._too_much_head()
                 raise self._refusal
+        if len(self._clients) > _MOST_PIPELINED:
+            self._refusal = BadRequestError(f"more than {_MOST_PIPELINED} requests are ahead of their answers")
+            raise self._refusal
         headers = {name.lower(): value.rstrip(b" \t") for name, value in self._fields.items()}
         route = self._direct.get(self.url) if parser.get_method() == b"POST" else None
         queued = self.cycle is not None and not self.cycle.response_complete
@@ -232,7 +239,7 @@ class ClientProtocol(HttpToolsProtocol):
         if task.cancelled() or task.exception() is not None:
             if not task.cancelled():
                 _LOG.error("an answer broke off", exc_info=task.exception())
-            self.transport.close()
+            self._close()
 
     def _begin_by_asgi(self, headers: _Headers, *, queued: bool) -> None:
         """Have uvicorn begin the request, its client in its scope."""
@@ -255,12 +262,15 @@ class ClientProtocol(HttpToolsProtocol):
         """Gather up to the limit; what comes after the answer is dropped."""
         client = self._receiving
         client.size += len(body)
+        self._head_size = 0
         if self.cycle.response_complete:
             return
         client.pieces.append(body)
         if client.size > self._limits.body_bytes:
             self.flow.pause_reading()
             client.wake()
+        elif client.size > _BODY_AHEAD and client is not self._clients[0]:
+            self.flow.pause_reading()  # until its turn: see `on_response_complete`
 
     def on_message_complete(self) -> None:
         """Note that the request is all there."""
@@ -280,6 +290,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._clients.popleft().part()
         self.server_state.total_requests += 1
         if self.transport.is_closing():
+            self._close()
             return
         self.flow.resume_reading()
         self._idle_since = self.loop.time()
@@ -291,8 +302,8 @@ class ClientProtocol(HttpToolsProtocol):
                 self._start(*following)
         elif self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_handler()
-        if self._in_body:
-            self._arm(_LINGER_S, self.transport.close)
+        if self._in_body and self.cycle.response_complete:
+            self._arm(_LINGER_S, self._close)
 
     def _should_upgrade(self) -> bool:
         return False  # there are no WebSockets here
@@ -306,7 +317,7 @@ class ClientProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if idle >= self.timeout_keep_alive:
-            self.transport.close()
+            self._close()
         else:
             left = self.timeout_keep_alive - idle
             self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
@@ -314,6 +325,8 @@ class ClientProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """End an idle connection; one with TLS doesn't wait long for its client's goodbye."""
         super().shutdown()
+        if self._refused:
+            self._close()
         if self.transport.is_closing():
             self.loop.call_later(_GOODBYE_S, self.transport.abort)
 
@@ -323,7 +336,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def refuse(self, error: ProxyError) -> None:
         """Answer with an error, unless a response has begun, and close."""
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if not self._clients or not self._clients[0].answered:
             body = orjson.dumps(error_body(error, anthropic=False))
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
@@ -332,9 +345,19 @@ class ClientProtocol(HttpToolsProtocol):
             client.left()
         if self.transport.can_write_eof():  # closing at once could cost a client that still sends its answer
             self.transport.write_eof()
-            self._arm(_LINGER_S, self.transport.close)
+            self.flow.resume_reading()
+            self._arm(_LINGER_S, self._close)
         else:
-            self.transport.close()
+            self._close()
+
+    def _too_much_head(self) -> ProxyError:
+        return HeadersTooLargeError(f"the headers are over {self._limits.head_bytes} bytes")
+
+    def _close(self) -> None:
+        """Close once all is written, but wait for a client that reads nothing no longer than for any other."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._arm(self._limits.write_seconds, self.transport.abort)
 
     # Timers: one at a time, armed only where something stays incomplete.
 
@@ -362,7 +385,7 @@ class ClientProtocol(HttpToolsProtocol):
         if self._in_head:
             self.refuse(SlowClientError(f"the headers took over {self._limits.head_seconds:g} s"))
         else:
-            self.transport.close()
+            self._close()
 
     def _check_pace(self) -> None:
         self._timer = None

@@ -7,6 +7,7 @@ Connections are not limited in number: the proxy's own admission bounds them. Ev
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from proxy.exchange import Exchange, Limit
 
 # Shorter than the 5 s after which vLLM's server closes idle connections, so that none is used while it goes.
 _KEEPALIVE_S = 4.0
+# What this process or host has run out of, which says nothing of an engine.
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
 class EngineReply(NamedTuple):
@@ -172,6 +175,8 @@ class EngineClient:
             async with asyncio.timeout(self._connect_limit):
                 return await pool.connect()
         except (OSError, TimeoutError) as error:  # ssl's errors are OSErrors too
+            if error.errno in _OURS:
+                raise EngineFailedError(f"{who} cannot be reached: {error.strerror}", counts=False) from error
             raise EngineFailedError(f"{who} refuses connections", refused=True) from error
 
 

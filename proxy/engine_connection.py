@@ -174,7 +174,7 @@ class EngineConnection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter is no kind of the former
             self._keep = False
             self._spoilt = True
             if not exchange.complete:
@@ -244,8 +244,13 @@ class EngineConnection(asyncio.Protocol):
             self._spoilt = True
             return
         headers = {name.lower(): value for name, value in self._raw_headers.items()}
-        if headers.get(b"content-encoding") in (b"gzip", b"deflate"):
+        coding = headers.get(b"content-encoding", b"identity")
+        if coding in (b"gzip", b"deflate"):
             self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+        elif coding != b"identity":
+            exchange.fail(EngineFailedError(f"{exchange.who} broke off: it sent an encoding that nobody asked for"))
+            self._spoilt = True
+            return
         self._chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
         framed = self._chunked or b"content-length" in headers
         self._until_close = not framed and status not in _WITHOUT_BODY

@@ -22,6 +22,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+STOPPED = "the router was stopped before the answer was complete"
+
 
 class ProxyError(Exception):
     """An answer that is an error; `status` is HTTP's, `kind` OpenAI's `error.type`."""

@@ -17,7 +17,7 @@ from proxy.breathing import LARGE, breathe
 from proxy.client import Client, ClientGoneError, Receive, Scope, Send, client_of, declared_length, header_map
 from proxy.config import ProxyConfig
 from proxy.engine_client import EngineClient, EngineReply, EngineRequest
-from proxy.errors import NoEndpointError, ProxyError, error_body
+from proxy.errors import STOPPED, NoEndpointError, ProxyError, error_body
 from proxy.exchange import Limit
 from proxy.firewall import (
     Authorization,
@@ -40,6 +40,7 @@ from proxy.trace import Trace, outcome_of
 
 if TYPE_CHECKING:
     from proxy.kv_events.following import KvEvents
+    from proxy.tokens import Tokenizer
 
 _LOG = logging.getLogger("proxy.inference")
 CALL_LIMIT_S = 600.0
@@ -57,7 +58,8 @@ class Services:
     gate: Gate
     authorization: Authorization
     ids: RequestIds
-    kv_events: KvEvents | None = None  # where --kv-events asks for them
+    kv_events: KvEvents | None = None  # where --kv-events asks for them, and with them the tokens of prompts
+    tokenizer: Tokenizer | None = None
 
 
 class Call(NamedTuple):
@@ -102,6 +104,9 @@ class Route:
             trace.outcome = "client_cancelled"
         except asyncio.CancelledError:
             if not client.gone:
+                trace.outcome = "unavailable"
+                if not trace.answering:
+                    await self._refuse(NoEndpointError(STOPPED), own, client)
                 raise
             if not trace.complete:
                 trace.outcome = "client_cancelled"

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from proxy.client import ClientGoneError, Send, Transform, refuse_longer
-from proxy.errors import EngineFailedError
+from proxy.errors import STOPPED, EngineFailedError
 from proxy.exchange import Exchange, Limit
 
 
@@ -150,10 +150,19 @@ class LinkedClient:
         try:
             exchange.pipe(splice, idle)
             await done
+        except asyncio.CancelledError:
+            if not cycle.disconnected:
+                splice.end(EngineFailedError(STOPPED))
+            raise
         finally:
             self._exchange = None
 
-    # What the protocol tells.
+    # What the protocol asks and tells.
+
+    @property
+    def answered(self) -> bool:
+        """Tell whether the response has begun."""
+        return self._cycle.response_started
 
     def part(self) -> None:
         """Let go of the scope, in which this client stands: what refers to itself only a slow collection would free."""

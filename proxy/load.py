@@ -58,7 +58,8 @@ class Watcher:
         except EngineTimeoutError as error:
             self._pools.failed(endpoint, error.message)
         except EngineFailedError as error:
-            self._pools.failed(endpoint, error.message, fatal=error.refused)
+            if error.counts:
+                self._pools.failed(endpoint, error.message, fatal=error.refused)
         else:
             if reply.status == _OK:
                 self._pools.probed(endpoint)

@@ -19,6 +19,11 @@ from proxy.tallies import Family, Tallies
 from proxy.trace import Outcome, Trace
 
 STATES = ("unknown", "ready", "unhealthy")
+# What became of the question for a prompt's tokens: the first four are answers, the rest say why there is none.
+TOKEN_RESULTS = (
+    *("given", "kept", "rendered", "tokenized"),
+    *("not_text", "unsupported", "refused", "no_endpoint", "timeout", "failed", "paused"),
+)
 
 # Fit for long contexts: a million tokens take minutes to prefill.
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 300, 600)
@@ -70,6 +75,7 @@ FAMILIES: tuple[Family, ...] = (
         *("no_key", "unknown_key", "requests_per_minute", "tokens_per_minute"),
         *("deadline", "queue_timeout", "queue_full"),
     ),
+    _counter("tokenizations", "Prompts whose tokens were asked for", "result", *TOKEN_RESULTS),
     Family("queue_seconds", "Body read to placement", ("priority",), _each(*PRIORITIES), _LONG),
     Family("prefill_seconds", "Prefill leg", bounds=_LONG),
     Family("handoff_seconds", "Prefill's reply to a stream's first event", bounds=_LONG),
@@ -103,6 +109,7 @@ class Metrics:
         self.stranded = tallies.counter("handoffs_stranded")
         self.released = tallies.counter("handoffs_released")
         self.refused = tallies.counter("refusals")
+        self.tokenizations = tallies.counter("tokenizations")
         self.queue = tallies.histogram("queue_seconds")
         self.prefill = tallies.histogram("prefill_seconds")
         self.handoff = tallies.histogram("handoff_seconds")

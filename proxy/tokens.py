@@ -23,11 +23,6 @@ from proxy.exchange import Limit
 from proxy.request import InferenceRequest, dump
 from proxy.scheduling.block_index import TOKEN_BYTES, pack
 
-# What became of a request's tokens: the first four are known, the rest are why not.
-RESULTS = (
-    *("given", "kept", "rendered", "tokenized"),
-    *("not_text", "unsupported", "refused", "no_endpoint", "timeout", "failed", "paused"),
-)
 # Where vLLM 0.32 takes exact ids instead of making them again, on either leg of chat and messages: a key within
 # `kv_transfer_params` (`renderers/online_renderer.py`). Completions take them as their prompt.
 HANDED_ON = "prompt_token_ids"
@@ -75,7 +70,10 @@ class Tokenizing:
 
 
 class Tokenizer:
-    """Asks engines; keeps answers for bodies that come again, such as a retry's."""
+    """Asks engines; keeps answers for bodies that come again, such as a retry's.
+
+    `headers` returns those of an engine call for a request, the client's content type among them: vLLM refuses others.
+    """
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class Tokenizer:
         self._paused = float("-inf")
 
     async def of(self, request: InferenceRequest) -> Tokens | None:
-        """Return a request's tokens, None where they are not known; `count` hears which of `RESULTS` it was."""
+        """Return a request's tokens, None where they are not known; `count` hears which of `TOKEN_RESULTS` it was."""
         result, tokens = await self._find(request)
         self._count(result)
         return tokens

@@ -46,7 +46,8 @@ def _row(case: Case, figure: Figure, runs: Sequence[Run]) -> Row:
         for router in (OURS, PEER, FLOOR)
     }
     ours = statistics.median(values[OURS])
-    ratios = [mine / theirs for mine, theirs in zip(values[OURS], values[PEER], strict=False) if theirs > 0]
+    pairs = [] if figure.most is not None else zip(values[OURS], values[PEER], strict=False)
+    ratios = [mine / theirs for mine, theirs in pairs if theirs > 0]
     ratio = statistics.median(ratios) if ratios else None
     target, met = "", None
     if figure.most is not None:
@@ -67,8 +68,8 @@ def _row(case: Case, figure: Figure, runs: Sequence[Run]) -> Row:
     )
 
 
-def conditions(rounds: int, workers: int, peer: str) -> dict[str, Any]:
-    """Return what the figures hold for."""
+def conditions(cases: Sequence[Case], rounds: int, scale: float, workers: int, peer: str) -> dict[str, Any]:
+    """Return what the figures hold for; `requests` are those of each case in each round, on each router."""
     return {
         "cores": os.cpu_count(),
         "machine": platform.machine(),
@@ -76,6 +77,8 @@ def conditions(rounds: int, workers: int, peer: str) -> dict[str, Any]:
         "pdcluster": metadata.version("pdcluster"),
         "peer": peer,
         "rounds": rounds,
+        "scale": scale,
+        "requests": {case.name: case.load.requests for case in cases},
         "workers": workers,
         "engines": "2 prefill and 4 decode stand-ins in one process, without a model",
         "ours": "API keys with limits, metrics, health probes and all time limits on",
@@ -85,6 +88,12 @@ def conditions(rounds: int, workers: int, peer: str) -> dict[str, Any]:
 def to_json(rows: Sequence[Row], told: dict[str, Any]) -> dict[str, Any]:
     """Return everything for a machine."""
     return {"conditions": told, "figures": [asdict(row) for row in rows]}
+
+
+def told(conditions: dict[str, Any]) -> str:
+    """Return the conditions in one line, for a person."""
+    requests = ", ".join(f"{name} {count:,}" for name, count in conditions["requests"].items())
+    return "; ".join(f"{key}: {requests if key == 'requests' else value}" for key, value in conditions.items())
 
 
 def table(rows: Sequence[Row]) -> Table:

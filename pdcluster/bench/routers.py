@@ -8,19 +8,22 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
-from pdcluster.errors import UserError
+from pdcluster.errors import LaunchError, UserError
 
 PEER_VERSION = "0.1.17"
 _READY_S = 30.0
+_SHOWN_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,8 @@ def free_ports(count: int) -> list[int]:
 def start_stand_ins(ports: Ports) -> subprocess.Popen[bytes]:
     """Start the engines."""
     arguments = [",".join(map(str, part)) for part in (ports.prefill, ports.decode, (ports.alone,))]
-    process = _start([sys.executable, "-m", "pdcluster.bench.stand_ins", *arguments])
-    await_ready(process, f"http://127.0.0.1:{ports.alone}/health", "the stand-in engines")
-    return process
+    argv = [sys.executable, "-m", "pdcluster.bench.stand_ins", *arguments]
+    return _start(argv, f"http://127.0.0.1:{ports.alone}/health", "the stand-in engines")
 
 
 def start_ours(ports: Ports, workers: int, flags: Sequence[str] = ()) -> Router:
@@ -81,8 +83,8 @@ def start_ours(ports: Ports, workers: int, flags: Sequence[str] = ()) -> Router:
     key = secrets.token_hex(16)
     argv = [sys.executable, "-m", "proxy", "--port", str(port), "--workers", str(workers), "--log-level", "error"]
     argv += ["--requests-per-minute", str(10**9), "--tokens-per-minute", str(10**12)]
-    process = _start([*argv, *_engines(ports), *flags], {"PDCLUSTER_API_KEYS": f"bench={key}"})
-    await_ready(process, f"http://127.0.0.1:{port}/ready", "pdcluster proxy")
+    keys = {"PDCLUSTER_API_KEYS": f"bench={key}"}
+    process = _start([*argv, *_engines(ports), *flags], f"http://127.0.0.1:{port}/ready", "pdcluster proxy", keys)
     return Router("pdcluster", port, process, key)
 
 
@@ -91,16 +93,16 @@ def start_vllm_router(ports: Ports, policy: str = "round_robin") -> Router:
     port, metrics = free_ports(2)
     argv = [find_vllm_router(), "--vllm-pd-disaggregation", "--policy", policy, "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--prometheus-port", str(metrics), "--log-level", "error"]
-    process = _start([*argv, "--max-concurrent-requests", "100000", *_engines(ports)])
-    await_ready(process, f"http://127.0.0.1:{port}/readiness", "vllm-router")
+    argv += ["--max-concurrent-requests", "100000", *_engines(ports)]
+    process = _start(argv, f"http://127.0.0.1:{port}/readiness", "vllm-router")
     return Router("vllm-router", port, process)
 
 
 def start_tcp_relay(ports: Ports) -> Router:
     """Start the bare relay in front of the engine that serves alone."""
     (port,) = free_ports(1)
-    process = _start([sys.executable, "-m", "pdcluster.bench.tcp_relay", str(port), str(ports.alone)])
-    await_ready(process, f"http://127.0.0.1:{port}/health", "the TCP relay")
+    argv = [sys.executable, "-m", "pdcluster.bench.tcp_relay", str(port), str(ports.alone)]
+    process = _start(argv, f"http://127.0.0.1:{port}/health", "the TCP relay")
     return Router("TCP relay", port, process)
 
 
@@ -135,25 +137,34 @@ def _engines(ports: Ports) -> list[str]:
     return [token for flag, port in pairs for token in (flag, f"http://127.0.0.1:{port}")]
 
 
-def _start(argv: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        argv, env={**os.environ, **(environment or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-
-
-def await_ready(process: subprocess.Popen[bytes], url: str, what: str) -> None:
-    """Wait until a server answers 200; raises `UserError`, and ends it, where it does not."""
-    deadline = time.monotonic() + _READY_S
-    try:
-        while time.monotonic() < deadline and process.poll() is None:
-            if _answers(url):
-                return
-            time.sleep(0.1)
-    except BaseException:  # an interrupt: nobody else knows of this process yet
+def _start(argv: list[str], url: str, what: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start a server and wait until it answers 200; raises `LaunchError` with what it said last where it does not."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            argv, env={**os.environ, **(environment or {})}, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            if comes_up(process, url):
+                return process
+        except BaseException:  # an interrupt: nobody else knows of this process yet
+            stop(process)
+            raise
+        code = process.poll()
         stop(process)
-        raise
-    stop(process)
-    raise UserError(f"{what} did not come up within {_READY_S:g} s; is this machine busy?")
+        said = _end_of(output)
+    if code is None:
+        raise LaunchError(f"{what} was not ready within {_READY_S:g} s; is this machine busy?{said}")
+    raise LaunchError(f"{what} ended with exit code {code} before it was ready.{said}")
+
+
+def comes_up(process: subprocess.Popen[bytes], url: str) -> bool:
+    """Wait until a server answers 200; False where it ended, or took too long."""
+    deadline = time.monotonic() + _READY_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if _answers(url):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def _answers(url: str) -> bool:
@@ -162,3 +173,11 @@ def _answers(url: str) -> bool:
             return bool(reply.status == 200)  # noqa: PLR2004
     except (urllib.error.URLError, OSError):
         return False
+
+
+def _end_of(output: IO[bytes]) -> str:
+    """Return the last lines of what a process printed, in a form that follows a sentence."""
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - _SHOWN_BYTES))
+    text = output.read().decode("utf-8", "replace").strip()
+    return f" It said:\n{text}" if text else " It said nothing."

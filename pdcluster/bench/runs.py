@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
@@ -28,6 +28,7 @@ from pdcluster.errors import LaunchError
 
 _LOOK_EVERY_S = 0.2
 _LONGEST_S = 300.0
+_WARM_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +71,34 @@ def measure(case: Case, router: Router) -> Measurement:
         reader = stack.enter_context(ThreadPoolExecutor())
         loads = [load for load in (case.load, case.beside) if load is not None]
         processes = [_started(load, router, stack) for load in loads]
-        for process in processes:
-            if not _line(process):
-                raise LaunchError("the load generator died; run the same command again")
+        _await_warm(case, router, [reader.submit(_line, process) for process in processes])
         before, resident = router.cpu_seconds(), 0
         lines = [_go(process, reader) for process in processes]
         deadline = time.monotonic() + _LONGEST_S
         while not lines[0].done():
             resident = max(resident, router.resident_bytes())
-            if time.monotonic() > deadline:
-                raise LaunchError(f"{case.name} on {router.name} was not done within {_LONGEST_S:g} s")
+            _refuse_late(case, router, deadline)
             time.sleep(_LOOK_EVERY_S)
         spent = router.cpu_seconds() - before
+        while not all(line.done() for line in lines):
+            _refuse_late(case, router, deadline)
+            time.sleep(_LOOK_EVERY_S)
         seen = [_seen(line.result(), case, router) for line in lines]
     return Measurement(seen[0], spent, resident, case.load.pace)
+
+
+def _await_warm(case: Case, router: Router, lines: Sequence[Future[str]]) -> None:
+    """Wait until every load has warmed its router up; all of them together have `_WARM_S`."""
+    _, late = wait(lines, _WARM_S)
+    if late:
+        raise LaunchError(f"{router.name} was not warm within {_WARM_S:g} s in {case.name}; is this machine busy?")
+    if not all(line.result() for line in lines):
+        raise LaunchError("the load generator died; run the same command again")
+
+
+def _refuse_late(case: Case, router: Router, deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise LaunchError(f"{case.name} on {router.name} was not done within {_LONGEST_S:g} s")
 
 
 def _started(load: Load, router: Router, stack: ExitStack) -> subprocess.Popen[str]:

@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 
 import psutil
 
-from pdcluster.bench.routers import Ports, await_ready, stop
+from pdcluster.bench.routers import Ports, comes_up, stop
 from pdcluster.errors import LaunchError, UserError
 
 _STATS_S = 10
@@ -99,12 +99,16 @@ def start_engines(program: Path, ports: Ports, slow: Slow | None = None) -> Engi
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=complaints)
     engines = Engines(ports, process, complaints)
     try:
-        await_ready(process, f"http://127.0.0.1:{ports.decode[-1]}/v1/models", f"{program}: these engines")
-    except UserError as error:
-        said = engines.said()
+        if comes_up(process, f"http://127.0.0.1:{ports.decode[-1]}/v1/models"):
+            return engines
+    except BaseException:  # an interrupt: nobody else knows of this process yet
+        stop(process)
         complaints.close()
-        raise UserError(f"{error}{said}") from None
-    return engines
+        raise
+    stop(process)
+    said = engines.said()
+    complaints.close()
+    raise UserError(f"{program}: these engines did not come up; is this machine busy?{said}")
 
 
 def _served(told: dict[str, Any], ports: Ports) -> Served:

@@ -6,14 +6,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from pdcluster.commands import options, replaying, scheduling
+from pdcluster.commands import fitting, options, replaying, scheduling
 
 bench = typer.Typer(
     no_args_is_help=True,
     help="Benchmarks: our proxy against other routers, and traces against any endpoint.",
     rich_markup_mode=None,
     epilog="\b\nExamples:\n  pdcluster bench proxy\n"
-    "  pdcluster bench replay URL TRACE --speed 3.5\n  pdcluster bench scheduling TRACE --engines FILE",
+    "  pdcluster bench replay URL TRACE --speed 3.5\n  pdcluster bench scheduling TRACE --engines FILE\n"
+    "  pdcluster bench engine URL --out engine.json",
 )
 _EPILOG = """\b
 Examples:
@@ -36,6 +37,7 @@ def _group() -> None:
 
 bench.command(epilog=replaying.EPILOG)(replaying.replay)
 bench.command(epilog=scheduling.EPILOG)(scheduling.scheduling)
+bench.command(epilog=fitting.EPILOG)(fitting.engine)
 
 
 @bench.command(epilog=_EPILOG)
@@ -54,7 +56,7 @@ def proxy(
     from rich.console import Console
 
     from pdcluster.bench.cases import CASES, scaled
-    from pdcluster.bench.report import conditions, make_rows, table, to_json
+    from pdcluster.bench.report import conditions, make_rows, table, to_json, told
     from pdcluster.bench.routers import PEER_VERSION, find_vllm_router
     from pdcluster.bench.runs import run_all
     from pdcluster.errors import LaunchError, UserError
@@ -69,12 +71,13 @@ def proxy(
     picked = [scaled(case, scale) for case in CASES if case.name in chosen]
     runs = run_all(picked, rounds, workers, options.say, peer=peer != "none")
     rows = make_rows(picked, runs)
-    told = conditions(rounds, workers, f"vllm-router {PEER_VERSION}" if peer != "none" else "none")
+    other = f"vllm-router {PEER_VERSION}" if peer != "none" else "none"
+    held = conditions(picked, rounds, scale, workers, other)
     if as_json:
-        typer.echo(json.dumps(to_json(rows, told), indent=2))
+        typer.echo(json.dumps(to_json(rows, held), indent=2))
     else:
         Console(width=150).print(table(rows))
-        typer.echo("; ".join(f"{key}: {value}" for key, value in told.items()))
+        typer.echo(told(held))
     missed = [row.figure for row in rows if row.met is False]
     if check and missed:
         raise LaunchError(f"aims missed: {', '.join(missed)}")

@@ -93,7 +93,7 @@ def replay(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     window = window_of(begin, end)
     for path in (out, svg):
         writable(path)
-    target = parse_target(url, _key(api_key_env))
+    target = parse_target(url, read_key(api_key_env))
     read = read_trace(trace, window)
     how = Replay(
         target,
@@ -168,7 +168,7 @@ def window_of(begin: float, end: float | None) -> Window:
     return Window(begin, end)
 
 
-def _key(name: str | None) -> str | None:
+def read_key(name: str | None) -> str | None:
     """Return the key that a variable has; keys are never arguments, which every user of a machine can see."""
     from pdcluster.errors import UserError
 

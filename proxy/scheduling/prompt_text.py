@@ -9,13 +9,13 @@ one), everything else as JSON with its keys sorted.
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from proxy.request import InferenceRequest
+from proxy.scheduling.block_index import pack
 
 # What templates write before the conversation, or what changes how they write all of it.
 _HEAD = (
@@ -99,6 +99,6 @@ def _json(value: Any) -> str:
 
 def _as_bytes(ids: Sequence[Any]) -> bytes | None:
     try:
-        return array("I", ids).tobytes()
+        return pack(ids)
     except (TypeError, OverflowError):  # not token ids: the engine will refuse them
         return None

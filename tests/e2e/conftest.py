@@ -20,7 +20,7 @@ from pdcluster.state import RunDirectory
 
 START_LIMIT_S = 420
 
-PARSER = "[--enable-auto-tool-choice, --tool-call-parser, hermes]"
+PARSER = "--enable-auto-tool-choice, --tool-call-parser, hermes"
 
 
 class Cluster:
@@ -147,12 +147,19 @@ def aggregated(tmp_path_factory, models):
 def two_by_two(tmp_path_factory, aggregated):
     """Two prefill and two decode engines for several modules, the last of which takes them down.
 
-    They parse tool calls: vLLM 0.32 refuses every tool choice but "none" without a parser.
+    They parse tool calls: vLLM 0.32 refuses every tool choice but "none" without a parser. Prefill engines publish KV
+    events, say how many tokens were cached, and have so little KV memory that blocks are evicted.
     """
-    parsers = [item for role in ("prefill", "decode") for item in ("--set", f"pools.{role}.extra_args={PARSER}")]
+    settings = {
+        "pools.decode.extra_args": f"[{PARSER}]",
+        "pools.prefill.extra_args": f"[{PARSER}, --enable-prompt-tokens-details]",
+        "pools.prefill.kv_events": "true",
+        "pools.prefill.kv_cache_memory_bytes": "80000000",
+    }
+    assignments = [item for key, value in settings.items() for item in ("--set", f"{key}={value}")]
     cluster = Cluster(tmp_path_factory.mktemp("home"), "e2e", free_port())
     try:
-        cluster.launch("--prefill", "2", "--decode", "2", "--model", "tiny", *parsers)
+        cluster.launch("--prefill", "2", "--decode", "2", "--model", "tiny", *assignments)
         wait_healthy(aggregated)
         yield cluster
     finally:

@@ -4,18 +4,21 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 
-from pdcluster.bench import runs
+from pdcluster.bench import routers, runs
 from pdcluster.bench.cases import CASES, Measurement, percentile, scaled
 from pdcluster.bench.http import split_message
 from pdcluster.bench.load import Load, Seen, _Connection, put, request_bytes
-from pdcluster.bench.report import OURS, PEER, make_rows
+from pdcluster.bench.report import FLOOR, OURS, PEER, conditions, make_rows, told
+from pdcluster.bench.routers import Ports
 from pdcluster.bench.runs import Run
 from pdcluster.bench.stand_ins import StandIn, Tally
-from pdcluster.errors import UserError
+from pdcluster.errors import LaunchError, UserError
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 EVENT = b'data: {"choices":[{"delta":{"content":" tok"}}]}\n\n'
@@ -53,6 +56,18 @@ def test_the_longest_wait_is_beyond_the_pace_and_judged_by_itself():
     (giant,) = [case for case in CASES if case.name == "giant"]
     row = make_rows([giant], [run_of(OURS, 1, gaps=(0.02, 0.05), case="giant")])[0]
     assert (row.ours, row.met) == (pytest.approx(30), False)
+
+
+def test_the_longest_wait_has_no_ratio_but_the_bare_relays_figure_beside_it():
+    (giant,) = [case for case in CASES if case.name == "giant"]
+    assert giant.floor
+    made = [
+        run_of(router, 1, gaps=(gap,), case="giant") for router, gap in ((OURS, 0.03), (PEER, 0.06), (FLOOR, 0.025))
+    ]
+    row = make_rows([giant], made)[0]
+    assert (row.ratio, row.ratio_range) == (None, None)
+    assert (row.ours, row.peer, row.floor) == (pytest.approx(10), pytest.approx(40), pytest.approx(5))
+    assert row.met is True
 
 
 def test_a_smaller_scale_leaves_each_client_a_request():
@@ -129,6 +144,81 @@ def test_a_router_that_does_not_come_up_leaves_no_other_running(monkeypatch):
     assert stopped == [engines]
 
 
+def test_conditions_name_scale_and_requests_for_people_too():
+    line = told(conditions([scaled(case, 2) for case in CASES[:2]], 3, 2, 1, "none"))
+    assert "scale: 2; requests: paced 1,280, burst 4,800; workers: 1" in line
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys; print('no such flag'); sys.exit('and another line')", "no such flag\nand another line"),
+        ("raise SystemExit(7)", "It said nothing."),
+    ],
+)
+def test_a_router_that_ends_at_once_is_shown_with_its_own_words(monkeypatch, program, said):
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="vllm-router ended with exit code") as caught:
+        start_with(monkeypatch, program)
+    assert str(caught.value).endswith(said)
+    assert time.monotonic() - began < 10
+
+
+def test_only_the_end_of_a_long_output_is_shown(monkeypatch):
+    with pytest.raises(LaunchError) as caught:
+        start_with(monkeypatch, "print('x' * 100_000); print('the end'); raise SystemExit(1)")
+    assert str(caught.value).endswith("x\nthe end")
+    assert len(str(caught.value)) < 3000
+
+
+def test_a_router_that_is_never_ready_is_ended_and_shown_with_its_own_words(monkeypatch):
+    monkeypatch.setattr(routers, "_READY_S", 1.0)
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        routers.subprocess, "Popen", lambda *args, **more: started.append(popen(*args, **more)) or started[0]
+    )
+    with pytest.raises(LaunchError, match=r"not ready within 1 s; is this machine busy\? It said:\nloading"):
+        start_with(monkeypatch, "import time; print('loading', flush=True); time.sleep(60)")
+    assert started[0].poll() is not None
+
+
+def start_with(monkeypatch, program):
+    """Start a program of Python in vllm-router's place."""
+    monkeypatch.setattr(routers, "find_vllm_router", lambda: sys.executable)
+    monkeypatch.setattr(routers, "_engines", lambda _: [])
+    start = routers._start
+    monkeypatch.setattr(routers, "_start", lambda argv, *more: start([argv[0], "-c", program], *more))
+    routers.start_vllm_router(Ports((1,), (2,), 3))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("import time; time.sleep(60)", "was not warm within 0.5 s in paced"),
+        ("pass", "the load generator died"),
+        ("import time; print('warm', flush=True); time.sleep(60)", "was not done within 0.5 s"),
+    ],
+    ids=["never warm", "dead", "never done"],
+)
+def test_a_load_that_never_comes_to_an_end_ends_the_benchmark_and_not_the_other_way_round(monkeypatch, program, words):
+    popen, started = subprocess.Popen, []
+
+    def start(argv, **more):
+        started.append(popen([argv[0], "-c", program], **more))
+        return started[-1]
+
+    monkeypatch.setattr(runs.subprocess, "Popen", start)
+    monkeypatch.setattr(runs, "_WARM_S", 0.5)
+    monkeypatch.setattr(runs, "_LONGEST_S", 0.5)
+    router = Mock(port=1, key="", cpu_seconds=lambda: 0.0, resident_bytes=lambda: 1)
+    router.name = "ours"
+    with pytest.raises(LaunchError, match=words):
+        runs.measure(replace(CASES[0], beside=CASES[0].load), router)
+    assert len(started) == 2
+    assert all(process.returncode is not None for process in started)
+
+
 async def test_stand_ins_count_what_breaks_the_protocol():
     loop, tally = asyncio.get_running_loop(), Tally()
     server = await loop.create_server(lambda: StandIn("decode", tally), "127.0.0.1", 0)
@@ -151,18 +241,17 @@ def pdcluster(*arguments):
 def test_a_short_run_of_ours_alone_prints_figures_and_their_conditions():
     done = pdcluster("--peer", "none", "--rounds", "1", "--scale", "0.01", "--cases", "burst,plain", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [figure["case"] for figure in told["figures"]] == ["burst", "burst", "burst", "plain"]
-    assert all(figure["ours"] > 0 for figure in told["figures"])
-    assert (told["conditions"]["rounds"], told["conditions"]["peer"]) == (1, "none")
+    made = json.loads(done.stdout)
+    assert [figure["case"] for figure in made["figures"]] == ["burst", "burst", "burst", "plain"]
+    assert all(figure["ours"] > 0 for figure in made["figures"])
+    assert (made["conditions"]["rounds"], made["conditions"]["peer"]) == (1, "none")
+    assert (made["conditions"]["scale"], made["conditions"]["requests"]) == (0.01, {"burst": 32, "plain": 60})
     assert "round 1 of 1: plain on pdcluster" in done.stderr
 
 
 def test_an_unknown_case_and_a_missing_peer_are_refused_in_words(monkeypatch):
     done = pdcluster("--cases", "fast")
     assert (done.returncode, "there are paced, burst" in done.stderr) == (2, True)
-    from pdcluster.bench import routers
-
     monkeypatch.setattr(routers.shutil, "which", lambda _: None)
     monkeypatch.setattr(routers.sys, "executable", "/nowhere/python")
     with pytest.raises(UserError, match=r"pip install 'pdcluster\[bench\]'"):

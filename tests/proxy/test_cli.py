@@ -1,4 +1,5 @@
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -90,6 +91,24 @@ async def test_sigterm_lets_a_stream_end_and_exits_with_0():
             await proxy.refuses_connections()
             rest.set()
             assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert await proxy.exit_code() == 0
+
+
+async def test_what_is_not_done_at_the_end_of_the_grace_is_told_so_in_order():
+    async with Running("--shutdown-grace", "1") as proxy:
+        proxy.decode.faults = [Fault(hold=asyncio.Event(), pause_after=3)]
+        async with proxy.client.stream("POST", "/v1/chat/completions", json=STREAM) as reply:
+            lines = reply.aiter_lines()
+            await anext(lines)
+            proxy.prefill.arrived.clear()
+            proxy.prefill.faults = [Fault(hold=asyncio.Event())]
+            waiting = asyncio.create_task(proxy.client.post("/v1/chat/completions", json={**STREAM, "stream": False}))
+            await asyncio.wait_for(proxy.prefill.arrived.wait(), 5)
+            os.kill(proxy.process.pid, signal.SIGTERM)
+            told = [line async for line in lines if line][-1]
+            assert "the router was stopped before the answer was complete" in json.loads(told[6:])["error"]["message"]
+        unserved = await waiting
+        assert (unserved.status_code, unserved.json()["error"]["code"]) == (503, "no_endpoint")
         assert await proxy.exit_code() == 0
 
 

@@ -158,15 +158,18 @@ async def test_what_may_have_been_delivered_is_not_sent_again(scripts):
         ([CHUNKED + b"5\r\nab", None], "the connection closed"),
         ([CHUNKED + b"zz\r\n"], "not HTTP"),
         ([b"SSH-2.0-OpenSSH\r\n"], "not HTTP"),
+        ([b"HTTP/1.1 101 Go On\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n\x00\x00"], "not HTTP"),
+        ([b"HTTP/1.1 200 OK\r\ncontent-encoding: br\r\ncontent-length: 4\r\n\r\nnope"], "nobody asked for"),
         ([b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nnope"], "decompressed"),
     ],
 )
-async def test_an_answer_that_is_cut_or_nonsense_is_an_error_with_a_reason(script, words):
+async def test_an_answer_that_is_cut_or_nonsense_is_an_error_with_a_reason(script, words, caplog):
     async with engine_and_client(script) as (_, client, endpoint):
         with pytest.raises(EngineFailedError, match=words):
             await ask(client, endpoint)
         assert client.connections() <= 1
         await asyncio.sleep(0)
+    assert caplog.text == ""
 
 
 async def test_a_refused_connection_is_told_from_one_that_broke():

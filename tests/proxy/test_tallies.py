@@ -178,7 +178,8 @@ def test_every_family_of_the_proxy_is_printed_as_prometheus_client_would_and_all
     trace = Trace("/v1/completions", 0.0, placed=0.5, prefill_began=0.5, prefill_ended=1.0, first_byte=1.25)
     trace.last_byte, trace.events, trace.ended = 2.25, 5, 2.5
     metrics.observe(trace)
-    for name, value in (("queue", 0.5), ("prefill", 0.5), ("handoff", 0.25)):
+    reference.of("queue_seconds", "normal").observe(0.5)
+    for name, value in (("prefill", 0.5), ("handoff", 0.25)):
         reference.of(f"{name}_seconds").observe(value)
     for name, value in (("time_to_first_token", 1.25), ("time_per_output_token", 0.25), ("request", 2.5)):
         reference.of(f"{name}_seconds", "/v1/completions").observe(value)

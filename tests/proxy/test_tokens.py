@@ -9,9 +9,10 @@ from proxy.config import EndpointConfig
 from proxy.endpoints import Endpoint, Pools
 from proxy.engine_client import EngineReply
 from proxy.errors import EngineFailedError, EngineTimeoutError
+from proxy.metrics import TOKEN_RESULTS
 from proxy.request import KINDS, InferenceRequest
 from proxy.scheduling.block_index import pack
-from proxy.tokens import RESULTS, Tokenizer, Tokenizing, Tokens
+from proxy.tokens import Tokenizer, Tokenizing, Tokens
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = KINDS
 USER = {"role": "user", "content": "Where is Paris?"}
@@ -74,7 +75,7 @@ class Setup:
     async def of(self, route=CHAT, **fields):
         raw = orjson.dumps(fields)
         found = await self.tokenizer.of(InferenceRequest(KINDS[route], raw, orjson.loads(raw), {}))
-        assert all(result in RESULTS for result in self.results)
+        assert all(result in TOKEN_RESULTS for result in self.results)
         return found
 
 

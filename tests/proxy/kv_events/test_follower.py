@@ -129,7 +129,7 @@ async def test_a_replay_that_loses_some_is_asked_for_again(publisher):
     publisher.at_most = 3
     for first in range(10):
         await publisher.publish(stored([first], [first] * 4), lost=True)
-    async with following(publisher) as run:
+    async with following(publisher, patience=Patience(quiet=60)) as run:  # nothing but the first look can do it
         await until(lambda: run.progress.batches == 10)
         assert all(run.cached([first] * 4) == 4 for first in range(10))
         assert run.progress.complete

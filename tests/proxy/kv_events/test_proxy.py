@@ -6,8 +6,9 @@ import sys
 import orjson
 import pytest
 
+from proxy.app import create_app
 from proxy.cli import _kv_events
-from proxy.config import EndpointConfig, KvEventSource
+from proxy.config import EndpointConfig, KvEventSource, ProxyConfig
 from tests.stand_in.fault import Fault
 from tests.stand_in.publisher import StandInPublisher, stored
 
@@ -62,3 +63,12 @@ def test_a_proxy_without_the_flag_loads_nothing_for_it():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_proxy_that_follows_asks_for_tokens_too():
+    endpoints = (EndpointConfig("d", "http://h", "decode"),)
+    services = create_app(ProxyConfig(endpoints, kv_events={"d": ()})).state.services
+    assert services.tokenizer is not None
+    assert services.kv_events is not None
+    services = create_app(ProxyConfig(endpoints)).state.services
+    assert services.tokenizer is services.kv_events is None
