@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pdcluster.errors import Problem
 from pdcluster.flags import OWNED_ENVIRONMENT, OWNED_FLAGS, find_flag, flag_names
 from pdcluster.model_facts import ModelFacts
-from pdcluster.spec import ClusterSpec, Role, SpeculativeSpec
+from pdcluster.spec import AUTO_LENGTH, ClusterSpec, Role, SpeculativeSpec
 
 Check = Callable[[ClusterSpec, ModelFacts | None], Iterator[Problem]]
 
@@ -191,14 +191,14 @@ def _same_extra_flags(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Probl
 def _lengths(spec: ClusterSpec, facts: ModelFacts | None) -> Iterator[Problem]:
     longest = facts.max_model_len if facts else None
     for role, pool in spec.pools.items():
-        if longest is not None and pool.max_model_len is not None and pool.max_model_len > longest:
+        if longest is not None and (pool.max_model_len or 0) > longest:
             yield Problem(
                 f"pools.{role}.max_model_len",
                 f"{pool.max_model_len} tokens, the model's config.json says {longest}",
                 f"use at most {longest}",
             )
     prefill, decode = (pool.max_model_len for _, pool in spec.pools.items())
-    if prefill is not None and decode is not None and decode < prefill:
+    if prefill is not None and decode is not None and AUTO_LENGTH < decode < prefill:
         yield Problem("pools.decode.max_model_len", f"{decode}, below prefill's {prefill}", f"use at least {prefill}")
 
 
@@ -226,6 +226,15 @@ def _events_need_ipv4(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Probl
     for role, pool in spec.pools.items():
         if pool.kv_events and ":" in spec.host and spec.host != "::1":
             yield Problem(f"pools.{role}.kv_events", f"set with host {spec.host}", "use an IPv4 address for host")
+
+
+def _nodes_divide(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem]:
+    for role, pool in spec.pools.items():
+        ranks = pool.data_parallel_size if pool.data_parallel_size > 1 else pool.world_size
+        if ranks % pool.nodes:
+            kind = "data-parallel ranks" if pool.data_parallel_size > 1 else "ranks"
+            sizes = {size for size in range(1, ranks + 1) if ranks % size == 0}
+            yield Problem(f"pools.{role}.nodes", f"{pool.nodes} nodes for {ranks} {kind}", _allowed(sizes))
 
 
 def _tls_files(spec: ClusterSpec, _: ModelFacts | None) -> Iterator[Problem]:
@@ -291,6 +300,7 @@ RULES: tuple[Rule, ...] = (
     Rule("length", "a prompt must fit the model and both pools", _VLLM, _lengths),
     Rule("events-cache", "KV events tell of blocks in the prefix cache", _VLLM, _events_need_a_prefix_cache),
     Rule("events-ipv4", "vLLM publishes KV events over IPv4 only", _VLLM, _events_need_ipv4),
+    Rule("nodes", "every node of an instance has as many ranks as the next", _VLLM, _nodes_divide),
     Rule("tls-files", "HTTPS needs a certificate and its private key", "TLS", _tls_files),
     Rule(
         "client-ca",

@@ -11,7 +11,9 @@ from pdcluster.inventory import VISIBLE_VARIABLE, Kind
 from pdcluster.kv_events import events_argument
 from pdcluster.kv_transfer import side_channel_environment, transfer_argument
 from pdcluster.model_facts import Checkpoint, ModelFacts
-from pdcluster.spec import PoolSpec, Role
+from pdcluster.node_args import node_arguments, serves
+from pdcluster.recipes.tokens import Origin, keep_last, units_of
+from pdcluster.spec import AUTO_LENGTH, PoolSpec, Role
 from pdcluster.spec_loading import LoadedSpec
 
 # Works with every build of vLLM; the `vllm` console script of the CPU build doesn't.
@@ -92,6 +94,9 @@ class Slot:
     events_port: int
     replay_port: int  # 0 where no KV events are published
     dp_rpc_port: int
+    nodes: int = 1
+    node: int = 0  # which of them, from 0
+    head: str = ""  # the first one's address, where there are several
 
 
 def scrub(environment: Mapping[str, str]) -> dict[str, str]:
@@ -118,14 +123,26 @@ def build_arguments(loaded: LoadedSpec, slot: Slot, checkpoint: Checkpoint) -> t
             loaded.origin("connector"),
         ),
     ]
+    arguments += [Argument(tokens, _PLAN_ORIGIN) for tokens in node_arguments(pool, slot.node, slot.head)]
     if pool.data_parallel_size > 1:
         arguments.append(Argument(("--data-parallel-rpc-port", str(slot.dp_rpc_port)), _PLAN_ORIGIN))
     if find_flag(pool.extra_args, "--shutdown-timeout") is None:
         seconds = str(int(spec.launch.stop_grace))
         arguments.append(Argument(("--shutdown-timeout", seconds), loaded.origin("launch.stop_grace")))
     if pool.extra_args:
-        arguments.append(Argument(pool.extra_args, loaded.origin(f"pools.{slot.role}.extra_args")))
+        arguments += _extra_arguments(loaded, f"pools.{slot.role}.extra_args", pool.extra_args)
     return tuple(arguments)
+
+
+def _extra_arguments(loaded: LoadedSpec, path: str, tokens: tuple[str, ...]) -> Iterator[Argument]:
+    """Yield the extra arguments; a recipe's are told apart flag by flag, and of one flag the last stays."""
+    if loaded.recipe is None:
+        yield Argument(tokens, loaded.origin(path))
+        return
+    for unit in keep_last(units_of(tokens, Origin("extra_args"))):
+        declared = loaded.recipe.document["pools"][path.split(".")[1]]["extra_args"]
+        theirs = set(unit.tokens) <= set(declared)
+        yield Argument(unit.tokens, loaded.origin(f"{path}.{unit.flag}" if theirs else path))
 
 
 def _pool_arguments(loaded: LoadedSpec, slot: Slot, pool: PoolSpec, facts: ModelFacts | None) -> Iterator[Argument]:
@@ -140,7 +157,9 @@ def _pool_arguments(loaded: LoadedSpec, slot: Slot, pool: PoolSpec, facts: Model
     defaults = _host_defaults(slot.kind, facts)
     for field, flag in POOL_FLAGS.items():
         value = getattr(pool, field)
-        if value is not None:
+        if field == "max_model_len" and value == AUTO_LENGTH:
+            yield Argument((flag, "auto"), origin(field))
+        elif value is not None:
             yield Argument((flag, str(value)), origin(field))
         elif field in defaults:
             yield Argument((flag, str(defaults[field])), _CPU_ORIGIN)
@@ -171,7 +190,9 @@ def build_environment(loaded: LoadedSpec, slot: Slot, *, offline: bool, keyed: b
     for a key.
     """
     pool = getattr(loaded.spec.pools, slot.role)
-    planned = side_channel_environment(slot.host, slot.side_channel_port, slot.kind)
+    # Of ranks on several nodes the first one's server speaks for all; with data parallelism each node has its own.
+    speaker = slot.head if slot.nodes > 1 and not serves(pool, slot.node) else slot.host
+    planned = side_channel_environment(speaker, slot.side_channel_port, slot.kind)
     planned["VLLM_NO_USAGE_STATS"] = "1"
     planned["PYTHONHASHSEED"] = "0"
     if offline:

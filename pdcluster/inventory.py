@@ -46,6 +46,7 @@ class Inventory:
     cores: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {0: (0,)})
     memory_bytes: int = 0
     available_bytes: int = 0
+    hardware: str | None = None  # the profile that declares it, None for a host that was looked at
 
     @property
     def core_count(self) -> int:

@@ -22,11 +22,15 @@ from pdcluster.engine_args import (
     scrub,
 )
 from pdcluster.errors import SpecError
+from pdcluster.hosts import place_on_hosts
 from pdcluster.inventory import Inventory, Kind
 from pdcluster.kv_events import subscriptions
 from pdcluster.kv_transfer import lease_seconds
 from pdcluster.memory import refuse_too_little_memory
 from pdcluster.model_facts import Checkpoint
+from pdcluster.node_args import serves
+from pdcluster.recipe_layer import recipe_notes
+from pdcluster.recipes.substitution import shell_quote
 from pdcluster.slots import PlacedInstance, PortRange, place_instances
 from pdcluster.spec import ProxySpec, Role
 from pdcluster.spec_loading import LoadedSpec
@@ -59,15 +63,19 @@ class Program:
             for variable in self.environment
         }
 
-    def shell(self) -> str:
-        """Return one line for a POSIX shell; a hidden value is taken from the shell's own environment."""
+    def shell(self, *, variables: bool = False) -> str:
+        """Return one line for a POSIX shell; a hidden value is taken from the shell's own environment.
+
+        With `variables` a recipe's variables are left for the shell to fill in.
+        """
+        quote = shell_quote if variables else shlex.quote
         settings = [
             f'{variable.name}="${{{variable.taken_from or variable.name}}}"'
             if _SECRET.search(variable.name)
-            else f"{variable.name}={shlex.quote(variable.value)}"
+            else f"{variable.name}={quote(variable.value)}"
             for variable in self.environment
         ]
-        return " ".join([*settings, shlex.join(self.argv)])
+        return " ".join([*settings, *(quote(token) for token in self.argv)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class Instance(Program):
     binding: str
     ports: tuple[PortRange, ...]
     arguments: tuple[Argument, ...]
+    node: int = 0
 
     def full_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return what the engine is started with: without the proxy's secrets."""
@@ -94,6 +103,7 @@ class Instance(Program):
             "name": self.name,
             "role": self.role,
             "host": self.host,
+            "node": self.node,
             "url": self.url,
             "devices": {"kind": self.kind, "indices": list(self.devices)},
             "cpu": {"threads": self.threads, "binding": self.binding},
@@ -107,7 +117,10 @@ class Instance(Program):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole cluster, ready to start. `notes` are for a person: what was assumed or couldn't be checked."""
+    """The whole cluster, ready to start. `notes` are for a person: what was assumed or couldn't be checked.
+
+    `followers` are the further nodes of instances that span several and have one server, on the first.
+    """
 
     name: str
     model: str
@@ -115,6 +128,7 @@ class Plan:
     instances: tuple[Instance, ...]
     proxy: Program
     notes: tuple[str, ...]
+    followers: tuple[Instance, ...] = ()
 
     def of_role(self, role: Role) -> tuple[Instance, ...]:
         """Return the instances of one pool."""
@@ -133,6 +147,7 @@ class Plan:
                 "environment": self.proxy.shown_environment(),
             },
             "notes": list(self.notes),
+            **({"followers": [follower.to_json() for follower in self.followers]} if self.followers else {}),
         }
 
 
@@ -152,17 +167,28 @@ def make_plan(
     problems = find_problems(spec, checkpoint.facts)
     if problems:
         raise SpecError(problems)
-    placed = place_instances(spec, inventory)
-    refuse_too_little_memory(spec, inventory, checkpoint.facts)
-    instances = tuple(_instance(loaded, place, checkpoint, python, keyed=keyed) for place in placed)
+    own_hosts = on_own_hosts(loaded, inventory)
+    placed = place_on_hosts(spec, inventory) if own_hosts else place_instances(spec, inventory)
+    if not own_hosts:
+        refuse_too_little_memory(spec, inventory, checkpoint.facts)
+    programs = tuple(_instance(loaded, place, checkpoint, python, keyed=keyed) for place in placed)
+    instances = tuple(program for program in programs if serves(getattr(spec.pools, program.role), program.node))
     return Plan(
         name=spec.name,
         model=checkpoint.location,
         served_model_name=spec.served_name,
         instances=instances,
         proxy=plan_proxy(loaded, instances, python),
-        notes=tuple(_notes(inventory, checkpoint)),
+        notes=tuple(_notes(loaded, inventory, checkpoint)),
+        followers=tuple(program for program in programs if program not in instances),
     )
+
+
+def on_own_hosts(loaded: LoadedSpec, inventory: Inventory) -> bool:
+    """Tell whether instances have hosts of their own: a pool names or spans some, or the hardware is a recipe's."""
+    recipe = loaded.spec.recipe
+    declared = inventory.hardware is not None and not (recipe is not None and recipe.colocated)
+    return declared or any(pool.spans_hosts for _, pool in loaded.spec.pools.items())
 
 
 def plan_proxy(
@@ -226,9 +252,12 @@ def _instance(
     slot = place.slot
     arguments = build_arguments(loaded, slot, checkpoint)
     tokens = tuple(token for argument in arguments for token in argument.tokens)
+    # Several nodes need the modes of `vllm serve`, and the python there is that host's own.
+    elsewhere = slot.nodes > 1 or slot.head
+    argv = ("vllm", "serve", *tokens[1:]) if elsewhere else (python, "-m", MODULE, *tokens)
     return Instance(
         name=place.name,
-        argv=(python, "-m", MODULE, *tokens),
+        argv=argv,
         environment=build_environment(loaded, slot, offline=checkpoint.local, keyed=keyed),
         url=http_url(slot.host, slot.http_port),
         role=slot.role,
@@ -239,11 +268,14 @@ def _instance(
         binding=slot.binding,
         ports=place.ports,
         arguments=arguments,
+        node=slot.node,
     )
 
 
-def _notes(inventory: Inventory, checkpoint: Checkpoint) -> list[str]:
-    notes = []
+def _notes(loaded: LoadedSpec, inventory: Inventory, checkpoint: Checkpoint) -> list[str]:
+    notes = recipe_notes(loaded.recipe) if loaded.recipe is not None else []
+    if inventory.hardware is not None:
+        notes.append(f"planned for {inventory.hardware} as its profile declares it: no host was looked at")
     if inventory.kind == "cpu":
         notes.append("no accelerator was found: engines run on CPU cores, which is for trials and tests")
     if checkpoint.facts is None:

@@ -17,11 +17,14 @@ from pdcluster.endpoint_files import find_endpoint_problems
 from pdcluster.engine_args import ENGINE_KEY_VARIABLE
 from pdcluster.engine_key import refuse_unusable_key
 from pdcluster.errors import PlanError, Problem, SpecError, UserError
+from pdcluster.flag_facts import is_older
 from pdcluster.inventory import Inventory, take_inventory
 from pdcluster.memory import fit_to_memory
 from pdcluster.model_facts import Checkpoint, locate, read_facts
 from pdcluster.models.catalog import CATALOG, default_cache, model_directory, prepare
 from pdcluster.plan import Plan, make_plan
+from pdcluster.recipe_layer import declared_inventory
+from pdcluster.recipes.deployment import minimum_vllm
 from pdcluster.spec_loading import Flag, LoadedSpec, with_flags
 
 _PROXY_CHECK_S = 60.0
@@ -38,12 +41,25 @@ class Prepared:
 
 
 def prepare_plan(
-    loaded: LoadedSpec, environment: Mapping[str, str], say: Say, *, build: bool, fit_memory: bool = False
+    loaded: LoadedSpec,
+    environment: Mapping[str, str],
+    say: Say,
+    *,
+    build: bool,
+    fit_memory: bool = False,
+    declared: bool = False,
 ) -> Prepared:
-    """Make the plan for this host. With `build` an embedded model that isn't there yet is made (takes a minute)."""
+    """Make the plan for this host. With `build` an embedded model that isn't there yet is made (takes a minute).
+
+    With `declared` a recipe's plan is made for the hardware that it names, wherever we are.
+    """
     refuse_unusable_key(environment)
+    refuse_other_strategies(loaded)
     checkpoint = find_checkpoint(loaded.spec.model, say, build=build)
-    inventory = take_inventory(environment)
+    if declared and loaded.recipe is not None:
+        inventory = declared_inventory(loaded.recipe.deployment.selection.profile)
+    else:
+        inventory = take_inventory(environment)
     if fit_memory and checkpoint.facts is not None:
         loaded = _fit(loaded, inventory, checkpoint, say)
     keyed = bool(environment.get(ENGINE_KEY_VARIABLE))
@@ -64,13 +80,45 @@ def find_checkpoint(model: str, say: Say, *, build: bool) -> Checkpoint:
 
 def check_ready_to_start(prepared: Prepared, environment: Mapping[str, str], say: Say) -> None:
     """Raise `UserError` with every reason why the plan cannot start on this host now."""
+    refuse_other_hosts(prepared.plan)
     refuse_missing_packages()
+    refuse_old_vllm(prepared.loaded)
     # Files and ports first: that takes no time, vLLM's parser takes seconds.
     problems = find_endpoint_problems(prepared.loaded.spec.proxy, environment) + busy_ports(prepared)
     problems = problems or refused_by_proxy(prepared, environment)
     problems = problems or check_arguments(prepared.plan, default_cache(), environment, say)
     if problems:
         raise SpecError(problems)
+
+
+def refuse_other_strategies(loaded: LoadedSpec) -> None:
+    """Raise `UserError` for a recipe's strategy without prefill and decode pools."""
+    recipe = loaded.spec.recipe
+    if recipe is not None and loaded.recipe is None and recipe.strategy in (None, "pd_cluster"):
+        raise UserError("recipe.hardware: no source says how many devices a node of it has; give --gpus-per-node")
+    if recipe is not None and loaded.recipe is None:
+        raise UserError(
+            f"recipe.strategy {recipe.strategy}: it has no prefill and decode pools, which is what pdcluster launches; "
+            f"`pdcluster plan --recipe {recipe.id} --strategy {recipe.strategy}` prints its commands"
+        )
+
+
+def refuse_other_hosts(plan: Plan) -> None:
+    """Raise `PlanError` for a plan whose programs run elsewhere: only this host's can be started from here."""
+    if plan.followers or any(instance.argv[0] == "vllm" for instance in plan.instances):
+        raise PlanError(
+            "the plan's instances run on hosts of their own, and `launch` starts programs on this one; "
+            "`pdcluster plan --shell` prints each host's command, and the proxy's"
+        )
+
+
+def refuse_old_vllm(loaded: LoadedSpec) -> None:
+    """Raise `UserError` where the installed vLLM is older than the recipe asks for, unless that was allowed."""
+    installed, recipe = vllm_version(), loaded.recipe
+    floor = minimum_vllm(recipe.deployment.selection) if recipe is not None else None
+    allowed = loaded.spec.recipe is not None and loaded.spec.recipe.any_vllm
+    if floor is not None and installed is not None and is_older(installed, floor) and not allowed:
+        raise UserError(f"the recipe needs vLLM {floor}, here is {installed}; upgrade it, or give --any-vllm")
 
 
 def refused_by_proxy(prepared: Prepared, environment: Mapping[str, str]) -> list[Problem]:

@@ -47,7 +47,7 @@ def place_instances(spec: ClusterSpec, inventory: Inventory) -> tuple[PlacedInst
     placed, port = [], spec.ports.base
     for (role, index, pool), (threads, binding) in zip(members, cores, strict=True):
         name = f"{role}-{index}"
-        ranges = tuple(_port_ranges(name, port, pool))
+        ranges = tuple(port_ranges(name, port, pool))
         first = {ports.purpose: ports.first for ports in ranges}
         port = ranges[-1].ports.stop
         slot = Slot(
@@ -68,8 +68,8 @@ def place_instances(spec: ClusterSpec, inventory: Inventory) -> tuple[PlacedInst
     return tuple(placed)
 
 
-def _port_ranges(name: str, first: int, pool: PoolSpec) -> Iterator[PortRange]:
-    """One block of ports an instance, so that no two can overlap: HTTP, one a DP rank for each channel, DP RPC."""
+def port_ranges(name: str, first: int, pool: PoolSpec) -> Iterator[PortRange]:
+    """Yield an instance's block of ports, so that no two overlap: HTTP, one a DP rank for each channel, DP RPC."""
     ranks = pool.data_parallel_size
     for purpose, count in (
         ("http", 1),

@@ -39,6 +39,20 @@ def parse_length(value: object) -> object:
     return int(float(match[1]) * _SUFFIXES.get(match[2], 1))
 
 
+AUTO_LENGTH = -1
+
+
+def _parse_model_length(value: object) -> object:
+    """Turn "auto" into vLLM's number for it, and everything else as `parse_length` does."""
+    return AUTO_LENGTH if value == "auto" else parse_length(value)
+
+
+def _positive_or_auto(value: int) -> int:
+    if value < 1 and value != AUTO_LENGTH:
+        raise ValueError('a context is greater than 0, or "auto"')
+    return value
+
+
 def _stringify_values(value: object) -> object:
     """Let environment values be written as YAML numbers or booleans; a process sees strings."""
     if not isinstance(value, dict):
@@ -51,10 +65,14 @@ def _stringify_values(value: object) -> object:
 
 
 _COUNT_SCHEMA = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _LENGTH.pattern}]}
+_MODEL_LENGTH_SCHEMA = {"anyOf": [*_COUNT_SCHEMA["anyOf"], {"enum": ["auto", AUTO_LENGTH]}]}
 _ENVIRONMENT_SCHEMA = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
 Length = Annotated[PositiveInt, BeforeValidator(parse_length), WithJsonSchema(_COUNT_SCHEMA)]
+ModelLength = Annotated[
+    int, AfterValidator(_positive_or_auto), BeforeValidator(_parse_model_length), WithJsonSchema(_MODEL_LENGTH_SCHEMA)
+]
 Size = Annotated[int, Field(ge=1, le=1024)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 # Programs run in the run directory, so a relative path is taken from where the launcher was started.
@@ -89,10 +107,34 @@ class SpeculativeSpec(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
+class RecipeSpec(Section):
+    """Published settings that lie under what is set here; `pdcluster recipe show ID` lists the choices."""
+
+    id: Annotated[str, Field(min_length=1)] = Field(description="such as moonshotai/Kimi-K3")
+    directory: LocalFile | None = Field(None, description="recipes in the format; default: those shipped")
+    variant: str | None = None
+    hardware: str | None = None
+    strategy: str | None = Field(None, description="pd_cluster; `plan` prints others too, and a table of all")
+    features: tuple[str, ...] = Field((), description="added to the recipe's default selection: NAME or NAME=MODE")
+    without: tuple[str, ...] = Field((), description="taken out of the default selection")
+    prefill_parallelism: str | None = Field(None, description="tp, tep or dep; default: the recipe's")
+    decode_parallelism: str | None = None
+    colocated: bool = Field(False, description="prefill and decode share one node's devices")
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
+    variables: dict[str, str] = Field(default_factory=dict, description="the recipe's variables, such as IFACE_NAME")
+    below_floor: bool = Field(False, description="allow fewer devices than the recipe's floor")
+    any_strategy: bool = Field(False, description="use pd_cluster though the recipe doesn't offer it")
+    any_vllm: bool = Field(False, description="start with a vLLM older than the recipe asks for")
+
+
 class PoolSpec(Section):
     """All instances of one role; the fields are vLLM's engine arguments of the same name."""
 
     replicas: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="instances in this pool")
+    nodes: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="hosts that one instance is spread over")
+    hosts: tuple[str, ...] | None = Field(
+        None, description="addresses, one for each node of each instance in turn; default: this host"
+    )
     tensor_parallel_size: Size = 1
     pipeline_parallel_size: Size = 1
     data_parallel_size: Size = 1
@@ -104,7 +146,9 @@ class PoolSpec(Section):
     dcp_kv_cache_interleave_size: PositiveInt | None = None
     prefill_context_parallel_size: Size = Field(1, description="prefill pool only")
     speculative: SpeculativeSpec | None = None
-    max_model_len: Length | None = Field(None, description='tokens; "128k" and "1M" are understood')
+    max_model_len: ModelLength | None = Field(
+        None, description='tokens; "128k" and "1M" are understood, "auto" (-1) is what fits'
+    )
     max_num_seqs: PositiveInt | None = None
     max_num_batched_tokens: Length | None = None
     block_size: PositiveInt | None = Field(None, description="tokens in a KV block")
@@ -136,6 +180,11 @@ class PoolSpec(Section):
             * self.prefill_context_parallel_size
             * self.data_parallel_size
         )
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Tell whether the pool's instances are on hosts of their own."""
+        return self.nodes > 1 or self.hosts is not None
 
 
 class PoolsSpec(Section):
@@ -215,6 +264,7 @@ class ClusterSpec(Section):
         "smollm2", description="embedded model, directory of a checkpoint, or model id"
     )
     served_model_name: str | None = Field(None, description="default: model as given")
+    recipe: RecipeSpec | None = Field(None, description="published settings under those of this spec")
     connector: Literal["nixl"] = "nixl"
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     kv_lease_duration: Annotated[int, Field(ge=6)] | None = Field(

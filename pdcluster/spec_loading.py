@@ -1,6 +1,6 @@
 """Read a cluster spec from defaults, a YAML file and flags, and remember where each value came from.
 
-Later layers win: defaults < file < flags. Everything wrong is reported at once, each with its key path.
+Later layers win: defaults < recipe < file < flags. Everything wrong is reported at once, each with its key path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pdcluster.errors import Problem, SpecError, UserError
-from pdcluster.spec import ClusterSpec
+from pdcluster.recipe_layer import RecipeLayer, UnknownCountError, merge_under, recipe_layer
+from pdcluster.recipes.choice import PD
+from pdcluster.spec import ROLES, ClusterSpec, RecipeSpec
 
 # Pydantic's words for some kinds of value, in YAML's.
 _KINDS = {
@@ -44,10 +46,11 @@ class _StrictLoader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class LoadedSpec:
-    """A valid spec and the origin of every key that was set: dotted key path -> file or flag."""
+    """A valid spec, the origin of every key that was set (dotted key path -> file or flag), and its recipe."""
 
     spec: ClusterSpec
     origins: Mapping[str, str]
+    recipe: RecipeLayer | None = None
 
     def origin(self, path: str) -> str:
         """Say where the value at `path` came from; a key nobody set is a default."""
@@ -80,13 +83,36 @@ def load_spec(config: Path | None = None, flags: Sequence[Flag] = ()) -> LoadedS
         prefix = flag.path + "."
         origins = {path: origin for path, origin in origins.items() if not path.startswith(prefix)}
         origins[flag.path] = flag.label
+    layer = None if problems else _recipe_layer(document)
+    if layer is not None:
+        document = merge_under(layer.document, document)
+        origins = {**layer.origins, **origins}
     try:
         spec = ClusterSpec.model_validate(document)
     except ValidationError as error:
         problems += [_problem(detail, origins) for detail in error.errors()]
     if problems:
         raise SpecError(problems)
-    return LoadedSpec(spec, origins)
+    return LoadedSpec(spec, origins, layer)
+
+
+def _recipe_layer(document: Mapping[str, Any]) -> RecipeLayer | None:
+    """Resolve the recipe that a document names; a section that is wrong is left to the whole spec's validation."""
+    if not isinstance(document.get("recipe"), dict):
+        return None
+    try:
+        recipe = RecipeSpec.model_validate(document["recipe"])
+    except ValidationError:
+        return None
+    if recipe.strategy not in (None, PD):  # serves without pools: nothing of it belongs in a spec
+        return None
+    pools = document.get("pools")
+    asked = {role: pools.get(role) for role in ROLES} if isinstance(pools, dict) else {}
+    nodes = {role: pool["nodes"] for role, pool in asked.items() if isinstance(pool, dict) and "nodes" in pool}
+    try:
+        return recipe_layer(recipe, nodes)
+    except UnknownCountError:  # `plan` prints the commands with a variable for it; nothing else can use them
+        return None
 
 
 def with_flags(loaded: LoadedSpec, flags: Sequence[Flag]) -> LoadedSpec:
@@ -95,7 +121,7 @@ def with_flags(loaded: LoadedSpec, flags: Sequence[Flag]) -> LoadedSpec:
     for flag in flags:
         _assign(document, flag)
     origins = {**loaded.origins, **{flag.path: flag.label for flag in flags}}
-    return LoadedSpec(ClusterSpec.model_validate(document), origins)
+    return LoadedSpec(ClusterSpec.model_validate(document), origins, loaded.recipe)
 
 
 def parse_set_flags(assignments: Iterable[str]) -> list[Flag]:

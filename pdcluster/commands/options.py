@@ -21,6 +21,12 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the cluster.",
 FitMemory = Annotated[bool, typer.Option("--fit-memory", help="Start fewer engines where memory is short.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 _Config = Annotated[Path | None, typer.Option("--config", "-c", help="Cluster spec in YAML.", show_default=False)]
+_Directory = Annotated[
+    Path | None,
+    typer.Option("--recipes", metavar="DIR", help="Recipes in the format.", show_default="the shipped ones"),
+]
+
+
 _Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any key of the spec; repeat as needed.", show_default=False),
@@ -30,6 +36,17 @@ _Set = Annotated[
 def _option(kind: Any, flag: str, text: str, default: str | bool = False) -> Any:
     return Annotated[kind | None, typer.Option(flag, help=text, show_default=default)]
 
+
+def _many(flag: str, metavar: str, text: str) -> Any:
+    return Annotated[list[str] | None, typer.Option(flag, metavar=metavar, help=text, show_default=False)]
+
+
+def _switch(flag: str, text: str) -> Any:
+    return Annotated[bool | None, typer.Option(flag, help=text, show_default=False)]
+
+
+# Flags whose value is a list, written with commas.
+_COMMAS = ("prefill_hosts", "decode_hosts")
 
 # Flag -> its option and the keys of the spec that it sets.
 _SPEC_FLAGS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -47,6 +64,24 @@ _SPEC_FLAGS: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("pools.prefill.max_model_len", "pools.decode.max_model_len"),
     ),
     "connector": (_option(str, "--connector", "How KV moves.", "nixl"), ("connector",)),
+    "recipe": (_option(str, "--recipe", "Published settings, such as moonshotai/Kimi-K3."), ("recipe.id",)),
+    "recipes": (_Directory, ("recipe.directory",)),
+    "variant": (_option(str, "--variant", "The recipe's variant.", "default"), ("recipe.variant",)),
+    "hardware": (_option(str, "--hardware", "Hardware profile, such as gb300."), ("recipe.hardware",)),
+    "strategy": (_option(str, "--strategy", "How ranks are laid out.", "pd_cluster"), ("recipe.strategy",)),
+    "feature": (_many("--feature", "NAME[=MODE]", "Add one of the recipe's features."), ("recipe.features",)),
+    "without": (_many("--without", "NAME", "Leave one of the recipe's default features out."), ("recipe.without",)),
+    "prefill_nodes": (_option(int, "--prefill-nodes", "Hosts of a prefill instance.", "1"), ("pools.prefill.nodes",)),
+    "decode_nodes": (_option(int, "--decode-nodes", "Hosts of a decode instance.", "1"), ("pools.decode.nodes",)),
+    "prefill_hosts": (_option(str, "--prefill-hosts", "Addresses, by comma."), ("pools.prefill.hosts",)),
+    "decode_hosts": (_option(str, "--decode-hosts", "Addresses, by comma."), ("pools.decode.hosts",)),
+    "gpus_per_node": (_option(int, "--gpus-per-node", "Where the profile doesn't say."), ("recipe.gpus_per_node",)),
+    "below_floor": (_switch("--below-floor", "Allow fewer GPUs than the recipe's floor."), ("recipe.below_floor",)),
+    "any_strategy": (
+        _switch("--any-strategy", "Make pools of a recipe that doesn't offer them."),
+        ("recipe.any_strategy",),
+    ),
+    "any_vllm": (_switch("--any-vllm", "Allow an older vLLM than the recipe's."), ("recipe.any_vllm",)),
 }
 
 
@@ -76,9 +111,16 @@ def _load(given: dict[str, Any]) -> Loaded:
     from pdcluster.spec_loading import Flag, load_spec, parse_set_flags
 
     flags = [
-        Flag(path, given[name], "--" + name.replace("_", "-"))
+        Flag(path, _value(name, given[name]), "--" + name.replace("_", "-"))
         for name, (_, paths) in _SPEC_FLAGS.items()
         for path in paths
-        if given[name] is not None
+        if given[name] not in (None, [])
     ]
     return load_spec(given["config"], [*flags, *parse_set_flags(given["assignments"] or [])])
+
+
+def _value(name: str, value: Any) -> Any:
+    """Return a flag's value as YAML would hold it."""
+    if name in _COMMAS:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return str(value) if isinstance(value, Path) else value

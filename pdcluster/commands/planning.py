@@ -21,16 +21,41 @@ def plan(
     fit_memory: options.FitMemory = False,
     as_json: options.Json = False,
     shell: Annotated[bool, typer.Option("--shell", help="Print the commands for a POSIX shell.")] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="Nodes of a strategy without pools.", show_default="least"),
+    ] = None,
+    here: Annotated[bool, typer.Option("--here", help="Plan a recipe for this machine, not for its hardware.")] = False,
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="FLAG", help="One setting's history only.", show_default=False)
+    ] = None,
 ) -> None:
-    """Print what would run: hosts, devices, ports, arguments, environment. Starts nothing."""
+    """Print what would run: hosts, devices, ports, arguments, environment. Starts nothing.
+
+    A recipe is planned for the hardware that it names, wherever this runs; --strategy all prints a table.
+    """
+    from pdcluster.commands.recipe_planning import explain_plan, print_commands, print_hosts, print_table
+    from pdcluster.plan import on_own_hosts
     from pdcluster.preflight import prepare_plan
 
-    made = prepare_plan(loaded, os.environ, options.say, build=False, fit_memory=fit_memory).plan
-    if as_json:
+    recipe = loaded.spec.recipe
+    if recipe is not None and recipe.strategy == "all":
+        print_table(recipe, as_json=as_json)
+        return
+    if recipe is not None and loaded.recipe is None:
+        print_commands(recipe, nodes, as_json=as_json, shell=shell)
+        return
+    prepared = prepare_plan(loaded, os.environ, options.say, build=False, fit_memory=fit_memory, declared=not here)
+    made, own_hosts = prepared.plan, on_own_hosts(loaded, prepared.inventory)
+    if explain is not None:
+        explain_plan(made, loaded, explain)
+    elif as_json:
         typer.echo(json.dumps(made.to_json(), indent=2))
     elif shell:
-        for program in (*made.instances, made.proxy):
-            typer.echo(f"# {program.name}\n{program.shell()}")
+        for program in (*made.instances, *made.followers, made.proxy):
+            typer.echo(f"# {program.name}\n{program.shell(variables=own_hosts)}")
+    elif own_hosts:
+        print_hosts(made, loaded)
     else:
         _print_table(made)
 

@@ -116,6 +116,7 @@ def check_offer(selection: Selection) -> Iterator[Finding]:
     if reason is not None:
         here = strategies_on(recipe, profile)
         fix = f"choose {', '.join(here)}" if here else "no strategy is offered there"
+        fix += "; `plan` and `launch` make pools all the same with --any-strategy" if strategy == PD else ""
         yield Finding("strategy-not-offered", "refusal", reason, fix)
 
 

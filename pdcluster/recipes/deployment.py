@@ -29,9 +29,14 @@ class Deployment:
         """Return the refusals, corrections or warnings."""
         return tuple(finding for finding in self.findings if finding.kind == kind)
 
-    def refuse(self, *, below_floor: bool = False) -> None:
-        """Raise `UserError` with every refusal; `below_floor` lets too few GPUs pass."""
-        refusals = [item for item in self.of_kind("refusal") if not (below_floor and item.rule == "below-floor")]
+    def refuse(self, *, below_floor: bool = False, any_strategy: bool = False) -> None:
+        """Raise `UserError` with every refusal.
+
+        `below_floor` lets too few GPUs pass, `any_strategy` a strategy that the recipe doesn't offer.
+        """
+        passed = {"below-floor"} if below_floor else set()
+        passed |= {"strategy-not-offered"} if any_strategy else set()
+        refusals = [item for item in self.of_kind("refusal") if item.rule not in passed]
         if refusals:
             raise UserError("\n".join(str(finding) for finding in refusals))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,12 +9,10 @@ from pdcluster.errors import UserError
 from pdcluster.flags import normalise
 from pdcluster.recipes.command import Command
 from pdcluster.recipes.names import unknown
+from pdcluster.recipes.substitution import shell_quote
 from pdcluster.recipes.tokens import Unit
 
-# A recipe's variable, or arithmetic over one: the shell fills it in.
-_VARIABLE = re.compile(r"\$(?:[A-Z][A-Z0-9_]*|\(\([A-Z0-9_*/]+\)\))")
 _WIDE = 60
-_UNSAFE = re.compile(r'["\\`$]')
 
 
 def explain_lines(commands: Iterable[Command], name: str) -> list[str]:
@@ -78,20 +74,8 @@ def _rows(command: Command) -> list[tuple[str, str]]:
 
 def shell_line(command: Command) -> str:
     """Return one line for a POSIX shell; the recipe's variables are left for it to fill in."""
-    settings = [f"{name}={_quote(value)}" for name, value in command.env.items()]
-    return " ".join([*settings, *(_quote(token) for token in command.argv)])
-
-
-def _quote(token: str) -> str:
-    """Quote a token for a shell, but let the recipe's own variables be variables."""
-    if not _VARIABLE.search(token):
-        return shlex.quote(token)
-    parts, last = [], 0
-    for match in _VARIABLE.finditer(token):
-        parts += [_UNSAFE.sub(r"\\\g<0>", token[last : match.start()]), match[0]]
-        last = match.end()
-    parts.append(_UNSAFE.sub(r"\\\g<0>", token[last:]))
-    return f'"{"".join(parts)}"'
+    settings = [f"{name}={shell_quote(value)}" for name, value in command.env.items()]
+    return " ".join([*settings, *(shell_quote(token) for token in command.argv)])
 
 
 def differences(left: Iterable[Command], right: Iterable[Command]) -> list[dict[str, Any]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 
 VARIABLE = re.compile(r"\$(?:\(\((?P<sum>[A-Z][A-Z0-9_]*(?:[*/][0-9]+)*)\)\)|(?P<name>[A-Z][A-Z0-9_]*))")
+_UNSAFE = re.compile(r'["\\`$]')
 
 
 def variables_in(text: str) -> list[str]:
@@ -28,3 +30,15 @@ def substitute(text: str, values: Mapping[str, str]) -> str:
         return str(result)
 
     return VARIABLE.sub(put, text)
+
+
+def shell_quote(token: str) -> str:
+    """Quote a token for a POSIX shell, but let the recipe's own variables be variables of the shell."""
+    if not VARIABLE.search(token):
+        return shlex.quote(token)
+    parts, last = [], 0
+    for match in VARIABLE.finditer(token):
+        parts += [_UNSAFE.sub(r"\\\g<0>", token[last : match.start()]), match[0]]
+        last = match.end()
+    parts.append(_UNSAFE.sub(r"\\\g<0>", token[last:]))
+    return f'"{"".join(parts)}"'
