@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from proxy.errors import BadRequestError
+from proxy.shape import refuse_crowded, refuse_deep
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ class ApiKind:
 
 _OPENAI_FAILURES = (b'data: {"error"', b'data: {"object":"error"')
 _TRUE_WORDS = ("true", "t", "yes", "y", "on", "1")  # pydantic's
-_MAX_DEPTH = 128
 _EXACT = 2.0**53
 _LONG = 1000
 # Without any of these a request is split.
@@ -163,42 +163,15 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     """Parse a body that must be a JSON object; raises `BadRequestError` that says what is wrong with it."""
     if not raw.strip():
         raise BadRequestError("the body is empty; send a JSON object")
+    refuse_crowded(raw)
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         value = _parse_leniently(raw, error)
     if not isinstance(value, dict):
         raise BadRequestError(f"the body must be a JSON object, not {type(value).__name__}")
-    if _may_be_deeper(raw, _MAX_DEPTH) and _is_deeper(value, _MAX_DEPTH):
-        raise BadRequestError(f"the body is nested more than {_MAX_DEPTH} deep")
+    refuse_deep(raw, value)
     return value
-
-
-def _may_be_deeper(raw: bytes, limit: int) -> bool:
-    """Tell whether there are enough brackets; `find` scans a long prompt many times faster than `count`."""
-    found = 0
-    for bracket in (b"{", b"["):
-        position = raw.find(bracket)
-        while position >= 0:
-            found += 1
-            if found > limit:
-                return True
-            position = raw.find(bracket, position + 1)
-    return False
-
-
-def _is_deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            child
-            for item in level
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _parse_leniently(raw: bytes, first: orjson.JSONDecodeError) -> Any:

@@ -36,7 +36,7 @@ PDCLUSTER_LAYERS = [
 PROXY_LAYERS = [
     {"errors", "shared_counts", "api_keys", "flags", "tls", "breathing"},
     {"workers"},
-    {"config", "rate_limits"},
+    {"config", "rate_limits", "shape"},
     {"request", "trace", "exchange"},
     {"firewall", "endpoints", "kv_transfer_metrics", "engine_connection", "client", "tallies"},
     {"engine_client", "metrics", "scheduling", "connectors", "relay", "peek", "linked_client", "client_protocol"},
