@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from proxy.api_keys import ApiKey
 from proxy.endpoints import Pools
@@ -59,7 +59,7 @@ class Admission:
         self._clock = clock
         self._endpoints = {endpoint.name: endpoint for endpoint in pools.endpoints}
         self._generation = -1
-        self._futures: dict[Job, asyncio.Future[Pair]] = {}
+        self._futures: dict[Job, asyncio.Future[Pair | None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         pools.on_sort = self._poke
@@ -71,19 +71,13 @@ class Admission:
 
         Whoever gets one tells `prefilled`, where it has a prefill, and `finished`, each once.
         """
+        if aggregated is None and self._pools.has_pair():
+            pair = await self._pair(self._job(request, self._clock(), tried, key))
+            if pair is not None:
+                return self._placement(pair)
         if not self._pools.ready("decode"):
             return None
-        if aggregated is not None or not self._pools.has_pair():
-            return self._alone(aggregated or "no_prefill", tried)
-        now = self._clock()
-        job = self._job(request, now, tried, key)
-        self._sync()
-        self._dispatcher.submit(job, now)
-        self._deliver(now, job)
-        if job.request is None:
-            self._make_room(job)
-            job.request = await self._wait(job)
-        return self._placement(job.request)
+        return self._alone(aggregated or "no_prefill", tried)
 
     def prefilled(self, placement: Placement, prompt_tokens: int | None, *, well: bool) -> None:
         """Hear that a placement's prefill is over, and how many tokens its prompt had."""
@@ -108,12 +102,17 @@ class Admission:
             if self._dispatcher.waiting:
                 self._poke()
 
-    @property
-    def waiting(self) -> int:
-        """The requests that wait in this process."""
-        return len(self._dispatcher.waiting)
-
     # One request.
+
+    async def _pair(self, job: Job) -> Pair | None:
+        """Return its engines once they are due, None where no pair is left that could serve."""
+        self._sync()
+        self._dispatcher.submit(job, job.arrived)
+        pair = self._deliver(job.arrived, job)
+        if pair is None:
+            self._make_room(job)
+            pair = await self._wait(job)
+        return pair
 
     def _job(self, request: InferenceRequest, now: float, tried: Collection[str], key: ApiKey | None) -> Job:
         text = prompt_text(request)
@@ -122,8 +121,7 @@ class Admission:
         tokens = len(text) / _TOKEN_BYTES if isinstance(text, bytes) else len(text) * dispatcher.tokens_per_character
         tokens = max(1.0, tokens)
         asked = _deadline(request)
-        targets = dispatcher.targets if key is None or key.ttft_ms is None else Targets(base=key.ttft_ms / 1000)
-        wanted = targets.first_token(tokens) if asked is None else asked
+        wanted = targets_for(key, dispatcher.targets).first_token(tokens) if asked is None else asked
         return Job(
             arrived=now,
             tokens=tokens,
@@ -148,9 +146,9 @@ class Admission:
         decode, prefill = self._endpoints[pair.room.name], self._endpoints[pair.lane.name]
         return Placement(decode, prefill, "", pair, pair.room, pair.job.output)
 
-    async def _wait(self, job: Job) -> Pair:
+    async def _wait(self, job: Job) -> Pair | None:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Pair] = loop.create_future()
+        future: asyncio.Future[Pair | None] = loop.create_future()
         self._futures[job] = future
         left = job.arrived + self._limits.seconds - self._clock()
         if job.firm:
@@ -164,7 +162,9 @@ class Admission:
             if self._futures.pop(job, None) is not None:
                 self._dispatcher.withdraw(job)
             elif future.done() and not future.cancelled() and future.exception() is None:
-                self._undo(future.result())
+                pair = future.result()
+                if pair is not None:
+                    self._undo(pair)
             raise
         finally:
             self._shared.waits(-1)
@@ -204,27 +204,40 @@ class Admission:
     # All of them.
 
     def _poke(self) -> None:
-        """Place what is due."""
+        """Place what is due; where no pair is left, nothing ever will be, and nobody waits on."""
         self._sync()
+        if self._futures and not self._pools.has_pair():
+            self._dismiss()
         self._deliver(self._clock(), None)
         self._arm()
 
-    def _deliver(self, now: float, own: Job | None) -> None:
+    def _deliver(self, now: float, own: Job | None) -> Pair | None:
+        """Tell those that wait of what is due; return what is due for this request, of which nobody was told."""
+        found = None
         for pair in self._dispatcher.due(now):
             self._shared.began(pair)
-            if pair.job is own:
-                own.request = pair
-                continue
             future = self._futures.pop(pair.job, None)
-            if future is None or future.done():
+            if pair.job is own:
+                found = pair
+            elif future is None or future.done():
                 self._undo(pair)
             else:
                 future.set_result(pair)
+        return found
+
+    def _dismiss(self) -> None:
+        for job, future in self._futures.items():
+            self._dispatcher.withdraw(job)
+            if not future.done():
+                future.set_result(None)
+        self._futures.clear()
 
     def _undo(self, pair: Pair) -> None:
+        """Give the engines back of a request that left just before it was told; others may have them."""
         self._dispatcher.prefilled(pair, self._clock(), well=False)
         self._dispatcher.finished(pair.room, pair.job.output, self._clock(), None)
         self._shared.ended(pair)
+        asyncio.get_running_loop().call_soon(self._poke)
 
     def _arm(self) -> None:
         """Have a timer for the next moment at which something may be due without an event."""
@@ -250,6 +263,11 @@ class Admission:
             self._dispatcher.ready_prefills = [item.name for item in self._pools.ready("prefill")]
             self._dispatcher.ready_decodes = [item.name for item in self._pools.ready("decode")]
         self._shared.look()
+
+
+def targets_for(key: ApiKey | None, usual: Targets) -> Targets:
+    """Return the usual targets, with a key's own time for first tokens where it has one."""
+    return usual if key is None or key.ttft_ms is None else replace(usual, base=key.ttft_ms / 1000)
 
 
 def _deadline(request: InferenceRequest) -> float | None:

@@ -188,7 +188,7 @@ def _make_admission(config: ProxyConfig, pools: Pools, metrics: Metrics, rng: ra
             lanes.add(endpoint.name, number)
             index.limit(number, round(told.prefix_tokens * _CHARACTERS_PER_TOKEN))
         else:
-            rooms.add(endpoint.name, number).seats = told.seats
+            rooms.add(endpoint.name, told.seats)
     targets = Targets(base=told.ttft_ms / 1000, each=told.ttft_per_token_ms / 1000)
     dispatcher = Dispatcher(lanes, rooms, index, rng, targets, config.excluded_pairs)
     shared = SharedLoad(pools.endpoints, dispatcher, len(pools.endpoints))

@@ -39,7 +39,7 @@ class Pair:
 
 
 class Dispatcher:
-    """Places requests on pairs. `partners` tells the names of the prefill engines that may serve with a decode one."""
+    """Places requests on pairs of ready engines; `excluded` are the pairs, by name, that must not serve together."""
 
     def __init__(
         self,

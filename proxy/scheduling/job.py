@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from proxy.scheduling.prefix_index import Chain
 
@@ -16,7 +15,7 @@ class Job:
 
     `deadline` is when its first token is wanted; `firm` says that later is of no use to its client. A lower `priority`
     goes first, as in vLLM. `share` names what is served fairly: an API key, or nothing; one with twice the `weight`
-    gets twice the tokens. `request` is whatever the caller wants back.
+    gets twice the tokens.
     """
 
     arrived: float
@@ -29,7 +28,6 @@ class Job:
     weight: float = 1.0
     firm: bool = False
     avoid: frozenset[str] = frozenset()  # engines that failed it already
-    request: Any = None
     # The latest moment at which a prefill may begin and still be in time, and whether that has passed.
     latest_start: float = 0.0
     late: bool = False
@@ -42,7 +40,6 @@ class Targets:
     base: float = 0.5
     each: float = 0.00025
     free: float = 2000.0
-    per_token: float = 0.03  # seconds between a stream's tokens
 
     def first_token(self, tokens: float) -> float:
         """Return the seconds within which the first token of such a prompt is wanted."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from proxy.scheduling.learned import Lines
 
-_FULL_KV = 0.95
 # An engine's own figures are believed for so long without news (seconds); then it is tried again.
 _STALE_S = 60.0
 # A stream over the target for tokens costs this much more for each part that it is over.
@@ -23,13 +22,10 @@ class Room:
     """One decode engine. `taken` are its sequences, reserved ones included; `tokens` what they may still write."""
 
     name: str
-    number: int
     taken: int = 0
     tokens: float = 0.0
     others: int = 0  # sequences of other workers
     seats: int | None = None  # sequences at once (max_num_seqs), where that is known
-    waiting: int = 0  # by its own metrics: it is fuller than we think
-    kv_usage: float = 0.0  # 0 to 1
     learned: float = float("-inf")
 
     @property
@@ -40,7 +36,7 @@ class Room:
     @property
     def open(self) -> bool:
         """Tell whether one more would run at once."""
-        return (self.seats is None or self.load < self.seats) and not self.waiting and self.kv_usage < _FULL_KV
+        return self.seats is None or self.load < self.seats
 
 
 class Rooms:
@@ -52,9 +48,9 @@ class Rooms:
         self._rng = rng
         self._per_token = per_token
 
-    def add(self, name: str, number: int) -> Room:
-        """Make an engine known."""
-        room = self.by_name[name] = Room(name, number)
+    def add(self, name: str, seats: int | None = None) -> Room:
+        """Make an engine known, and how many sequences it runs at once, where that is known."""
+        room = self.by_name[name] = Room(name, seats=seats)
         return room
 
     def cost(self, room: Room) -> float:

@@ -19,7 +19,7 @@ class SharedLoad:
         self._dispatcher = dispatcher
         self._counts = endpoints[0].counts
         self._first = first
-        self._prefills = [(item, dispatcher.lanes.by_name[item.name]) for item in endpoints if item.role == "prefill"]
+        self._waiting = first + len(endpoints)
         self._decodes = [(item, dispatcher.rooms.by_name[item.name]) for item in endpoints if item.role == "decode"]
         self.several = self._counts.rows > 1
 
@@ -33,14 +33,14 @@ class SharedLoad:
 
     def waits(self, change: int) -> None:
         """Count requests that wait here: one more, or one less."""
-        self._counts.mine[self._first + len(self._prefills) + len(self._decodes)] += change
+        self._counts.mine[self._waiting] += change
 
     def look(self) -> None:
         """Read what others have under way."""
         if not self.several:
             return
         counts, lanes = self._counts, self._dispatcher.lanes
-        for _, lane in self._prefills:
+        for lane in lanes.by_number.values():
             column = self._first + lane.number
             tokens = counts.total(column) - counts.mine[column]
             lane.others = lanes.seconds(lane, tokens) if tokens > 0 else 0.0

@@ -124,9 +124,3 @@ class Waiting:
         level = self._levels[max(self._levels)]
         line = max(level.values(), key=lambda each: each.served + sum(job.tokens / job.weight for job in each.hopeful))
         return line.late[-1] if line.late else line.hopeful[-1]
-
-    def __iter__(self) -> Iterator[Job]:
-        for level in self._levels.values():
-            for line in level.values():
-                yield from line.hopeful
-                yield from line.late

@@ -2,11 +2,22 @@
 
 import asyncio
 import json
+import random
 
 import pytest
 
+from proxy.admission import Admission, QueueLimits, targets_for
 from proxy.api_keys import load_key_file
-from proxy.config import SchedulingConfig
+from proxy.config import EndpointConfig, SchedulingConfig
+from proxy.endpoints import Endpoint, Pools
+from proxy.request import KINDS, InferenceRequest
+from proxy.scheduling.dispatcher import Dispatcher
+from proxy.scheduling.job import Targets
+from proxy.scheduling.lanes import Lanes
+from proxy.scheduling.prefix_index import PrefixIndex
+from proxy.scheduling.seats import Rooms
+from proxy.scheduling.shared_load import SharedLoad
+from proxy.shared_counts import SharedCounts
 from tests.stand_in.engine import Fault
 
 PATH = "/v1/completions"
@@ -151,3 +162,57 @@ async def test_requests_that_wait_are_served_by_decode_alone_once_no_prefill_is_
         reply = await call
     assert reply.status_code == 200
     assert reply.headers["x-pdcluster-path"].startswith("aggregated")
+
+
+@pytest.mark.parametrize("count", [1, 6])
+async def test_however_many_wait_none_waits_on_once_no_pair_is_left(make_rig, count):
+    rig = await make_rig(decodes=2)
+    async with Busy(rig) as busy:
+        waiting = [busy.ask() for _ in range(count)]
+        await busy.waits(count)
+        await rig.prefills[0].stop()
+        replies = await asyncio.gather(*waiting)
+    assert [reply.status_code for reply in replies] == [200] * count
+    assert {reply.headers["x-pdcluster-path"].partition(";")[0] for reply in replies} == {"aggregated"}
+
+
+async def test_requests_that_wait_are_answered_503_once_no_decode_is_left(rig):
+    async with Busy(rig) as busy:
+        waiting = [busy.ask() for _ in range(3)]
+        await busy.waits(3)
+        await rig.decodes[0].stop()
+        replies = await asyncio.gather(*waiting)
+    assert [reply.status_code for reply in replies] == [503] * 3
+
+
+def test_a_keys_target_for_first_tokens_leaves_the_part_for_long_prompts_as_it_is(tmp_path):
+    usual = Targets(base=0.5, each=0.001, free=1000)
+    quick, plain = keys(tmp_path, quick={"ttft_ms": 100}, plain={})
+    assert targets_for(quick, usual) == Targets(base=0.1, each=0.001, free=1000)
+    assert targets_for(plain, usual) is targets_for(None, usual) is usual
+
+
+async def test_the_engine_of_a_request_that_left_as_it_was_placed_goes_to_the_next():
+    clock = asyncio.get_running_loop().time
+    endpoints = tuple(
+        Endpoint(EndpointConfig(name, f"http://{name}", role), counts=SharedCounts(5), column=column)
+        for column, (name, role) in enumerate((("p0", "prefill"), ("d0", "decode")))
+    )
+    pools = Pools(endpoints)
+    for endpoint in endpoints:
+        pools.probed(endpoint)
+    rng = random.Random(1)
+    lanes, rooms = Lanes(fixed=60.0, each=0.0), Rooms(rng)
+    lanes.add("p0", 0)
+    rooms.add("d0")
+    dispatcher = Dispatcher(lanes, rooms, PrefixIndex(), rng, Targets())
+    admission = Admission(dispatcher, pools, SharedLoad(endpoints, dispatcher, 2), QueueLimits(), None, clock)
+    request = InferenceRequest(KINDS[PATH], b"", BODY, {})
+    first = await admission.place(request, (), None)
+    leaves, stays = (asyncio.create_task(admission.place(request, (), None)) for _ in range(2))
+    await asyncio.sleep(0)
+    assert not leaves.done()
+    admission.prefilled(first, None, well=False)  # its engine is the next one's, who does not know yet
+    leaves.cancel()
+    async with asyncio.timeout(5):
+        assert (await stays).prefill.name == "p0"

@@ -38,9 +38,10 @@ def test_a_lower_priority_number_goes_first_whatever_its_slack():
 
 def test_late_requests_wait_behind_those_that_can_be_in_time_oldest_first():
     waiting = Waiting()
-    for name, latest in (("b", 2.0), ("a", 1.0), ("c", 30.0)):
-        waiting.put(job(latest, request=name))
-    assert [each.request for each in waiting.candidates(10.0, 8)] == ["c", "a", "b"]
+    second, first, hopeful = job(2.0), job(1.0), job(30.0)
+    for each in (second, first, hopeful):
+        waiting.put(each)
+    assert waiting.candidates(10.0, 8) == [hopeful, first, second]
 
 
 def test_late_requests_get_a_share_while_others_keep_coming():
@@ -112,4 +113,4 @@ def test_a_request_that_became_late_while_it_waited_can_still_be_withdrawn():
     waiting.candidates(5.0, 8)
     assert one.late
     waiting.take(one, served=False)
-    assert list(waiting) == []
+    assert waiting.candidates(5.0, 8) == []
